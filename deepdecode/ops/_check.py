@@ -1,0 +1,74 @@
+"""The checks every op makes before it runs, and who runs it: the kernel or the reference."""
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+log = logging.getLogger("deepdecode")
+_said: set[str] = set()
+
+
+def expect(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | str],
+    dtype: torch.dtype | Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    contiguous: bool = True,
+) -> None:
+    """Raise ValueError unless `tensor` has this shape (a letter stands for any size), dtype, device and layout.
+
+    Sizes are compared with the letters' own first values, so ("T", "T") asks for a square.
+    """
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    sizes: dict[str, int] = {}
+    fits = tensor.dim() == len(shape) and all(
+        sizes.setdefault(want, got) == got if isinstance(want, str) else want == got
+        for want, got in zip(shape, tensor.shape, strict=False)
+    )
+    if not fits or tensor.dtype not in dtypes or tensor.device != device:
+        want = f"{_shape(shape)} {' or '.join(_dtype(d) for d in dtypes)} on {device}"
+        raise ValueError(f"{name} must be {want}, got {describe(tensor)}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{_shape(tensor.shape)} {_dtype(tensor.dtype)} on {tensor.device}"
+
+
+def _shape(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def arch(tensor: torch.Tensor) -> int:
+    """Compute capability of the tensor's GPU as one number: 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
+def use_kernel(tensor: torch.Tensor) -> bool:
+    """Kernels run on CUDA tensors only; DEEPDECODE_REFERENCE=1 forces the references there too."""
+    return tensor.is_cuda and os.environ.get("DEEPDECODE_REFERENCE") != "1"
+
+
+def fall_back(op: str, shape: str, reason: str) -> None:
+    """Say once per op, shape and reason that the reference runs; DEEPDECODE_STRICT=1 makes it an error."""
+    line = f"{op}: no kernel for {shape}: {reason}; the reference runs"
+    if os.environ.get("DEEPDECODE_STRICT") == "1":
+        raise RuntimeError(line)
+    if line not in _said:
+        _said.add(line)
+        log.warning(line)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The float type a reference computes in: float32 for 16-bit inputs, float32 and float64 as they are."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
