@@ -2,12 +2,15 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 log = logging.getLogger("deepdecode")
 _said: set[str] = set()
+# how often each op's kernel was launched, by the name of its entry in `Ops` (a graph's replays are not counted)
+kernel_runs: Counter[str] = Counter()
 
 
 def expect(

@@ -1,0 +1,107 @@
+"""DeepSeek-V4, top to bottom: one forward over the tokens of a `Step`, on whatever table of ops it is given.
+
+A layer, in the order of SPEC 2: hyper-connection read, attention, hyper-connection write and read, experts. The write of
+one sublayer and the read of the next stand together in `mhc_boundary`, so that one kernel can do both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepdecode.config import ModelConfig
+from deepdecode.ops.rope import frequencies
+from deepdecode.ops.table import AttnWeights, HeadWeights, LayerCache, MhcSite, MoeWeights, Ops, Step
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    attn_hc: MhcSite
+    attn_norm: Tensor
+    attn: AttnWeights
+    ffn_hc: MhcSite
+    ffn_norm: Tensor
+    moe: MoeWeights
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """`embed` [V, C] is whole on every rank; its dtype is the dtype of all activations."""
+
+    config: ModelConfig
+    embed: Tensor
+    layers: list[LayerWeights]
+    head: HeadWeights
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What tensor parallelism adds: the sum over ranks of [T, C], and the ranks' parts of [T, V / ranks] side by side."""
+
+    all_reduce: Callable[[Tensor], Tensor] = _alone
+    all_gather: Callable[[Tensor], Tensor] = _alone
+
+
+ALONE = Collectives()
+
+
+def forward(
+    weights: ModelWeights,
+    caches: Sequence[LayerCache],
+    step: Step,
+    ops: Ops,
+    *,
+    rows: Tensor | None = None,
+    ranks: Collectives = ALONE,
+) -> Tensor:
+    """Run the step's T tokens through the model, update the caches, and give logits.
+
+    Args:
+        weights: of this rank.
+        caches: one a layer, as `KVCache.layers`.
+        step: the tokens and where they live, from `KVCache.step`.
+        ops: the table to run on.
+        rows: int64 [R], the tokens whose logits are wanted; None for all T.
+        ranks: collectives over the tensor-parallel ranks.
+
+    Returns:
+        [R, vocab] float32 (float64 for float64 weights). A padded row's logits are finite and mean nothing.
+    """
+    config = weights.config
+    streams = ops.embed(step.tokens, weights.embed, config.hc_mult)
+    y = post = comb = None
+    for i, layer in enumerate(weights.layers):
+        streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
+        y = ranks.all_reduce(attention(x, layer.attn, caches[i], step, ops, config, config.ratio(i)))
+        streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
+        ids, expert_weights = ops.route(x, step.tokens, layer.moe, config)
+        y = ranks.all_reduce(ops.moe(x, ids, expert_weights, layer.moe, config))
+    if rows is not None:
+        streams, y, post, comb = (None if t is None else t[rows] for t in (streams, y, post, comb))
+    return ranks.all_gather(ops.head(y, streams, post, comb, weights.head, config))
+
+
+def attention(
+    x: Tensor, weights: AttnWeights, cache: LayerCache, step: Step, ops: Ops, config: ModelConfig, ratio: int
+) -> Tensor:
+    """One layer's attention over the window and, where the layer compresses, its entries. [T, C] -> [T, C]."""
+    freqs = frequencies(config, ratio).to(x.device)
+    inputs = ops.attn_in(x, weights, config, ratio)
+    q, index_q = ops.q_proj(inputs.q_latent, weights, config)
+    ready = ops.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
+    entries = lens = None
+    if ratio == 4:
+        entries, lens = ops.index_topk(ready.index_q, ready.index_weights, cache.index_keys, step, config.index_topk)
+    elif ratio:
+        entries, lens = step.entry_indices, step.entry_lens[ratio]
+    o = ops.sparse_attn(
+        ready.q, ready.window, step.window_indices, step.window_lens, cache.compressed, entries, lens,
+        sink=weights.sink, scale=config.head_dim**-0.5,
+    )  # fmt: skip
+    return ops.attn_out(o, step.positions, freqs, weights)

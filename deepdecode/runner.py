@@ -1,0 +1,192 @@
+"""The runner: prefill, batched decode and sampling of one model in one process (or one rank of a tensor-parallel group)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepdecode.kvcache import KVCache
+from deepdecode.model import ALONE, Collectives, ModelWeights, forward
+from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.table import Ops
+
+# tokens of a prompt in one forward: bounds the activations, changes no result
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy. A row's tokens depend on its own seed and positions, not on the batch around it."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"sampling: max_new_tokens must be >= 0, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling: temperature must be >= 0 and finite, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclass
+class Row:
+    """One prompt on its way: its tokens so far, its slot in the caches, and why it ended."""
+
+    row: int
+    ids: list[int]
+    prompt_len: int
+    slot: int = -1
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token of one row; `finish` is "stop", "length" or "context" on the row's last, else None."""
+
+    row: int
+    id: int | None
+    finish: str | None
+
+
+class Runner:
+    """A model, its caches and its table of ops.
+
+    Args:
+        weights: of this rank.
+        max_len: longest sequence, prompt and answer together; at most the model's own limit.
+        slots: sequences decoded at once; more prompts wait for a free slot.
+        fmt: cache format, "fp8_584", "bf16", "f32" or "f64".
+        ops: the table to run on.
+        ranks: collectives of the tensor-parallel group.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        max_len: int,
+        slots: int = 1,
+        fmt: str = "fp8_584",
+        window_page: int = 64,
+        ops: Ops = REFERENCE,
+        ranks: Collectives = ALONE,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        config = weights.config
+        if not 1 <= max_len <= config.max_positions:
+            raise ValueError(f"runner: max_len must be in [1, {config.max_positions}] (the model's limit), got {max_len}")
+        if slots < 1 or prefill_chunk < 1:
+            raise ValueError(f"runner: slots and prefill_chunk must be >= 1, got {slots} and {prefill_chunk}")
+        self.weights, self.ops, self.ranks = weights, ops, ranks
+        self.max_len, self.prefill_chunk = max_len, prefill_chunk
+        self.device = weights.embed.device
+        self.cache = KVCache(config, slots=slots, max_len=max_len, window_page=window_page, fmt=fmt, device=self.device)
+        self.slots = slots
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, ids: Sequence[int], *, start: int = 0, every: bool = False) -> torch.Tensor:
+        """Feed consecutive tokens of one sequence from position `start`.
+
+        Returns the last token's logits [vocab], or with `every` those of all tokens [T, vocab].
+        """
+        self.cache.reserve(slot, start + len(ids))
+        logits = []
+        for at in range(0, len(ids), self.prefill_chunk):
+            chunk = torch.tensor(ids[at : at + self.prefill_chunk], device=self.device)
+            T = len(chunk)
+            positions = torch.arange(start + at, start + at + T, dtype=torch.int32, device=self.device)
+            step = self.cache.step(chunk, positions, torch.full_like(positions, slot), prefill=True)
+            rows = None if every else torch.tensor([T - 1], device=self.device)
+            logits.append(forward(self.weights, self.cache.layers, step, self.ops, rows=rows, ranks=self.ranks))
+        return torch.cat(logits) if every else logits[-1][0]
+
+    @torch.inference_mode()
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """One token of each of B sequences, at its position. Returns logits [B, vocab]."""
+        for slot, position in zip(slots, positions, strict=True):
+            self.cache.reserve(slot, position + 1)
+        on = {"dtype": torch.int32, "device": self.device}
+        step = self.cache.step(
+            torch.tensor(tokens, device=self.device), torch.tensor(positions, **on), torch.tensor(slots, **on), prefill=False
+        )
+        return forward(self.weights, self.cache.layers, step, self.ops, ranks=self.ranks)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Token]:
+        """Generate for every prompt and yield tokens as they come, rows of a step in order.
+
+        A prompt joins the batch when a slot is free and leaves it when it ends; neither changes another row's tokens.
+        A row ends at a stop id ("stop"), after max_new_tokens ("length") or at the context limit ("context").
+        Slots are given back however the caller leaves the iteration.
+
+        Raises:
+            ValueError: a prompt is empty, does not fit the context, or has an id outside the vocabulary.
+        """
+        self._check(prompts)
+        waiting = [Row(row, list(ids), len(ids)) for row, ids in enumerate(prompts)]
+        running: list[Row] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.slots:
+                    seq = waiting.pop(0)
+                    if sampling.max_new_tokens == 0:
+                        yield Token(seq.row, None, "length")
+                        continue
+                    seq.slot = self.cache.acquire()
+                    running.append(seq)
+                    yield from self._take([seq], self.prefill(seq.slot, seq.ids)[None], sampling)
+                    running = self._drop_finished(running)
+                if running:
+                    logits = self.decode(
+                        [s.slot for s in running], [s.ids[-1] for s in running], [len(s.ids) - 1 for s in running]
+                    )
+                    yield from self._take(running, logits, sampling)
+                    running = self._drop_finished(running)
+        finally:
+            for seq in running:
+                self.cache.release(seq.slot)
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        vocab = self.weights.config.vocab_size
+        for row, ids in enumerate(prompts):
+            if not ids:
+                raise ValueError(f"generate: prompt {row} must have at least one token, got none")
+            if len(ids) > self.max_len:
+                raise ValueError(
+                    f"generate: prompt {row} must have at most {self.max_len} tokens (the context), got {len(ids)}"
+                )
+            bad = next((i for i in ids if not 0 <= i < vocab), None)
+            if bad is not None:
+                raise ValueError(f"generate: prompt {row} must have token ids in [0, {vocab}), got {bad}")
+
+    def _take(self, batch: list[Row], logits: torch.Tensor, sampling: Sampling) -> Iterator[Token]:
+        """Sample one token for each sequence of the batch, note it and why the row ends, if it does."""
+        B, on = len(batch), {"device": logits.device}
+        tokens = self.ops.sample(
+            logits,
+            torch.full((B,), sampling.temperature, **on),
+            torch.full((B,), sampling.top_p, **on),
+            torch.tensor([sampling.seed + s.row for s in batch], **on),
+            torch.tensor([len(s.ids) for s in batch], **on),
+        ).tolist()
+        for seq, token in zip(batch, tokens, strict=True):
+            seq.ids.append(token)
+            made = len(seq.ids) - seq.prompt_len
+            if token in sampling.stop_ids:
+                seq.finish = "stop"
+            elif made >= sampling.max_new_tokens:
+                seq.finish = "length"
+            elif len(seq.ids) > self.max_len:
+                # the token just made is the last that could be scored; feeding it would need one position more
+                seq.finish = "context"
+            yield Token(seq.row, token, seq.finish)
+
+    def _drop_finished(self, running: list[Row]) -> list[Row]:
+        for seq in running:
+            if seq.finish:
+                self.cache.release(seq.slot)
+        return [s for s in running if not s.finish]

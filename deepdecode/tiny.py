@@ -1,0 +1,49 @@
+"""The embedded model: a tiny V4 in the official checkpoint format, seeded, built at first use.
+
+It has every layer kind of V4-Flash and its head_dim, window and ratios, so that the real kernels apply to it. Its weights
+are random: what it prints means nothing.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from deepdecode import __version__
+from deepdecode.checkpoint import seeded_tensors, write_checkpoint
+from deepdecode.config import ModelConfig, Yarn
+
+TOKENIZER = Path(__file__).parent / "data" / "tiny" / "tokenizer.json"
+SEED = 4
+
+CONFIG = ModelConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    num_layers=6,
+    num_heads=8,
+    q_lora_rank=256,
+    o_groups=2,
+    o_lora_rank=256,
+    compress_ratios=(0, 0, 4, 128, 4, 128),
+    index_heads=8,
+    index_topk=32,
+    num_experts=16,
+    experts_per_token=4,
+    expert_width=256,
+    num_hash_layers=2,
+    yarn=Yarn(original_max_positions=1024),
+    max_positions=16384,
+    bos_id=0,
+    eos_ids=(1,),
+)
+
+
+def tiny_dir() -> Path:
+    """The folder of the embedded checkpoint, built if it is not there yet (a second or two)."""
+    cache = Path(os.environ.get("DEEPDECODE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepdecode")
+    folder = cache.expanduser() / f"tiny-{__version__}-{SEED}"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # writing is atomic: where two processes build it at once, the second finds the first one's, which is the same
+        with contextlib.suppress(FileExistsError):
+            write_checkpoint(folder, CONFIG, seeded_tensors(CONFIG, SEED, mtp=True), extra_files=[TOKENIZER])
+    return folder

@@ -1,0 +1,96 @@
+"""Imports point one way (DESIGN: each part names what it may import), and the trace reader and the front door stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "deepdecode"
+
+# the part -> the parts it may import; every part may import the package's own version
+MAY = {
+    "config": set(),
+    "cards": set(),
+    "ops": {"ops", "config", "kernels", "cards"},
+    "kernels": {"kernels", "cards"},
+    "fallback": {"fallback", "ops", "kernels"},
+    "kvcache": {"config", "ops"},
+    "model": {"config", "ops"},
+    "checkpoint": {"checkpoint", "config", "model", "ops"},
+    "inspect": {"checkpoint", "config", "cards", "kvcache"},
+    "runner": {"config", "kvcache", "model", "ops"},
+    "text": set(),
+    "tiny": {"checkpoint", "config"},
+    "generate": {"checkpoint", "config", "ops", "runner", "text", "tiny"},
+    "testing": {"testing", "config", "ops", "kvcache", "model"},
+    "trace": {"trace"},
+    "plugins": {"plugins", "ops", "kernels", "config", "cards"},
+    "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
+    "cli": {"generate", "inspect", "bench", "kernels", "ops", "cards", "config", "trace"},
+    "__main__": {"cli", "trace"},
+}
+
+
+def files():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(path):
+    """The parts of deepdecode that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" if node.module == "deepdecode" else node.module for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("deepdecode.")}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    if part(path) == "__init__":
+        assert imported_parts(path) == set()
+        return
+    assert part(path) in MAY, f"{path} is a new part: say in MAY what it may import"
+    assert imported_parts(path) <= MAY[part(path)]
+
+
+def test_nothing_imports_the_edge():
+    """Plug-ins and commands import; nothing imports them."""
+    for path in files():
+        allowed = {"__main__": {"cli"}, "cli": {"generate", "inspect"}, "plugins": {"plugins"}}.get(part(path), set())
+        assert not imported_parts(path) & ({"plugins", "cli", "generate", "inspect"} - allowed), path
+
+
+def modules_after(statement):
+    code = f"import sys; {statement}; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_trace_reader_starts_without_torch():
+    loaded = modules_after("import deepdecode.trace.cli")
+    assert not {"torch", "triton", "transformers"} & loaded
+    assert {m for m in loaded if m.startswith("deepdecode.")} <= {m for m in loaded if m.startswith("deepdecode.trace")}
+
+
+def test_the_front_door_starts_without_torch():
+    assert not {"torch", "triton"} & modules_after("import deepdecode.cli")
+
+
+def test_references_start_without_triton():
+    assert "triton" not in modules_after("import deepdecode.ops.reference") - modules_after("import torch")
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_stay_small(path):
+    lines = path.read_text().count("\n")
+    assert lines <= 600, f"{lines} lines: two rooms"
