@@ -75,3 +75,7 @@ def fall_back(op: str, shape: str, reason: str) -> None:
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """The float type a reference computes in: float32 for 16-bit inputs, float32 and float64 as they are."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+# what activations may be: bfloat16 in the product, the wider two in tests and on the CPU
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)

@@ -1,0 +1,89 @@
+"""Products with stored weights: widened exactly, accumulated in float32, rounded once (W8A16, W4A16)."""
+
+import torch
+
+from deepdecode.ops._check import FLOATS, describe, wide
+from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
+
+# weights widened at a time: 4 MB of float32, so that neither the cache nor the memory has to hold a whole layer's
+WIDEN = 1 << 20
+
+
+def linear_ref(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [..., in] @ weight [out, in]^T in the type of x, by blocks of rows."""
+    out, width = weight.shape
+    step = max(BLOCK, WIDEN // max(width, 1) // BLOCK * BLOCK)
+    blocks = [x @ dequantize_rows(weight, start, min(start + step, out), x.dtype).mT for start in range(0, out, step)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+
+
+def linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x @ weight^T: the weight widened exactly, float32 accumulation (float64 if x or the weight is), rounded once.
+
+    Args:
+        x: [..., in] bfloat16, float32 or float64. Activations are not quantised.
+        weight: [out, in], any kind, on the device of x.
+        out_dtype: bfloat16, float32 or float64; that of x if None.
+
+    Returns:
+        [..., out]. No token gives an empty tensor, in == 0 gives zeros. NaN and infinity go through.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device.
+    """
+    inner, out_dtype = _prepare("linear", x, weight, out_dtype)
+    out, width = weight.shape
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"linear: x must be [..., {width}], got {describe(x)}")
+    if x.numel() == 0 or out == 0:
+        return x.new_zeros(*x.shape[:-1], out, dtype=out_dtype)
+    return linear_ref(x.to(inner), weight).to(out_dtype)
+
+
+def grouped_linear_ref(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [T, G, in], weight [G * out, in] -> [T, G, out]: group g takes rows g * out.. of the weight."""
+    groups, width = x.shape[1:]
+    out = weight.shape[0] // groups
+    step = max(1, WIDEN // (out * width))
+    blocks = []
+    for g in range(0, groups, step):
+        part = x[:, g : g + step]
+        rows = dequantize_rows(weight, g * out, (g + part.shape[1]) * out, x.dtype).unflatten(0, (-1, out))
+        blocks.append((part.transpose(0, 1) @ rows.mT).transpose(0, 1))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def grouped_linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A block-diagonal product (wo_a): each group of inputs has its own rows of the weight; precision as `linear`.
+
+    Args:
+        x: [T, G, in] bfloat16, float32 or float64.
+        weight: [G * out, in], any kind; rows g * out .. (g + 1) * out - 1 belong to group g.
+
+    Returns:
+        [T, G, out], contiguous. T == 0 gives an empty tensor.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device, or the weight's rows do not divide by G.
+    """
+    inner, out_dtype = _prepare("grouped_linear", x, weight, out_dtype)
+    rows, width = weight.shape
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"grouped_linear: x must be [T, G, {width}], got {describe(x)}")
+    if x.shape[1] == 0 or rows % x.shape[1]:
+        raise ValueError(f"grouped_linear: weight must have a multiple of {x.shape[1]} rows, got {rows}")
+    if x.numel() == 0 or rows == 0:
+        return x.new_zeros(*x.shape[:2], rows // x.shape[1], dtype=out_dtype)
+    return grouped_linear_ref(x.to(inner), weight).to(out_dtype).contiguous()
+
+
+def _prepare(op: str, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Check what both products share; the type to compute in and the type to return."""
+    if x.dtype not in FLOATS or x.device != weight.device:
+        raise ValueError(f"{op}: x must be bfloat16, float32 or float64 on {weight.device}, got {describe(x)}")
+    if len(weight.shape) != 2:
+        raise ValueError(f"{op}: weight must be [out, in], got {list(weight.shape)}")
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if out_dtype not in FLOATS:
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float32 or float64, got {out_dtype}")
+    return torch.promote_types(wide(x).dtype, weight.data.dtype if weight.kind == "plain" else torch.float32), out_dtype
