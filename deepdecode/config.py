@@ -233,7 +233,7 @@ def _parse(fields: _Fields, generation: _Fields | None = None) -> tuple[ModelCon
     _refuse_other_architectures(fields)
     raw, notes = fields.raw, list[str]()
     inference = "dim" in raw and "hidden_size" not in raw
-    names = {ours: entry[inference] for ours, entry in _INTEGERS.items()}
+    names = {ours: theirs if inference else hf for ours, (hf, theirs, _, _) in _INTEGERS.items()}
     values: dict[str, Any] = {
         ours: fields.integer(names[ours], low, high)
         for ours, (_, _, low, high) in _INTEGERS.items()
@@ -392,7 +392,7 @@ def _expert_dtype(fields: _Fields, inference: bool, notes: list[str]) -> str:
                     if got != want:
                         raise quantization.fail(name, want, got)
             quantization.get("weight_block_size")
-            named = quantization.raw.get("expert_dtype", named) if named is None else named
+            named = quantization.raw.get("expert_dtype") if named is None else named
     if named is not None and named not in ("fp4", "fp8"):
         raise fields.fail("expert_dtype", "fp4 or fp8", named)
     if named is not None and not quantised:
