@@ -81,8 +81,8 @@ def mhc_pre(
     if iters < 1:
         raise ValueError(f"mhc_pre: iters must be >= 1, got {iters}")
     inner = wide(streams)
-    parameters = (parameter.to(inner.dtype) for parameter in (fn, base, scale))
-    x, post, comb = mhc_pre_ref(inner, *parameters, norm_eps, hc_eps, iters)
+    fn, base, scale = fn.to(inner.dtype), base.to(inner.dtype), scale.to(inner.dtype)
+    x, post, comb = mhc_pre_ref(inner, fn, base, scale, norm_eps, hc_eps, iters)
     return x.to(streams.dtype), post, comb
 
 
@@ -130,8 +130,8 @@ def mhc_head(
     """
     _expect_site("mhc_head", streams, fn, base, scale, rows=STREAMS, scales=1)
     inner = wide(streams)
-    parameters = (parameter.to(inner.dtype) for parameter in (fn, base, scale))
-    return mhc_head_ref(inner, *parameters, norm_eps, hc_eps).to(streams.dtype)
+    fn, base, scale = fn.to(inner.dtype), base.to(inner.dtype), scale.to(inner.dtype)
+    return mhc_head_ref(inner, fn, base, scale, norm_eps, hc_eps).to(streams.dtype)
 
 
 def _expect_streams(op: str, streams: torch.Tensor) -> None:

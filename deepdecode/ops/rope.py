@@ -1,6 +1,7 @@
 """Rotary positions: adjacent pairs of a vector's last channels, one table for each kind of layer."""
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -10,11 +11,13 @@ from deepdecode.ops._check import FLOATS, describe, wide
 INTEGERS = (torch.int32, torch.int64)
 
 
+@lru_cache(maxsize=16)
 def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
     """float32 [rope_dim / 2]: radians per position of a layer with this compress ratio, for everything it rotates.
 
     Window layers (ratio 0) take rope_theta as it is; compressed ones compress_rope_theta and YaRN, at every position.
-    YaRN's attention temperature is not used (SPEC 2.0). Float32 throughout, as the model was trained.
+    YaRN's attention temperature is not used. Float32 throughout, as the model was trained. Every caller gets the same
+    tensor: it is read, never written.
     """
     dim, base = config.rope_dim, config.rope_theta if ratio == 0 else config.compress_rope_theta
     freqs = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

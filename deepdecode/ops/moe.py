@@ -1,0 +1,95 @@
+"""The experts: SwiGLU with V4's clamp, the routed experts of this rank, the shared one, and their sum."""
+
+import torch
+import torch.nn.functional as F
+
+from deepdecode.ops._check import FLOATS, describe, expect, wide
+from deepdecode.ops.linear import linear_ref
+from deepdecode.ops.table import MoeWeights
+
+
+def swiglu_ref(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float = 10.0) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), in float32 (float64 for float64), rounded once.
+
+    The clamp is one-sided on the gate and two-sided on up; this is the only form there is.
+
+    Args:
+        gate: [T, I] bfloat16, float32 or float64.
+        up: [T, I], of the dtype and on the device of `gate`.
+        limit: clamp bound, > 0.
+
+    Returns:
+        [T, I] of that dtype. T == 0 gives an empty tensor. A NaN stays a NaN, and where it was.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device, or limit <= 0.
+    """
+    expect("swiglu: gate", gate, ("T", "width"), FLOATS, gate.device, contiguous=False)
+    expect("swiglu: up", up, gate.shape, gate.dtype, gate.device, contiguous=False)
+    if not limit > 0:
+        raise ValueError(f"swiglu: limit must be > 0, got {limit}")
+    return swiglu_ref(wide(gate), wide(up), limit).to(gate.dtype)
+
+
+def moe_ref(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float) -> torch.Tensor:
+    """[T, C] in the type of x; experts are widened one at a time, and only those that a token takes."""
+    gate, up = linear_ref(x, w.shared13).chunk(2, dim=-1)
+    y = linear_ref(swiglu_ref(gate, up, limit), w.shared2)
+    local = ids.long() - w.first_expert
+    for e in local[(local >= 0) & (local < w.w13.shape[0])].unique().tolist():
+        rows, lanes = (local == e).nonzero(as_tuple=True)
+        gate, up = linear_ref(x[rows], w.w13[e]).chunk(2, dim=-1)
+        v = swiglu_ref(gate, up, limit) * weights[rows, lanes, None]
+        y.index_add_(0, rows, linear_ref(v, w.w2[e]))
+    return y
+
+
+def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float) -> torch.Tensor:
+    """Sum of the routed experts that a token takes on this rank and of the shared expert.
+
+    Everything inside is float32 (float64 for float64 x): both products, the clamped SwiGLU of routed and shared experts
+    alike, the routing weight (multiplied before w2) and the sum; rounded once. The stored weights stay packed.
+
+    Args:
+        x: [T, C] bfloat16, float32 or float64.
+        ids: int32 or int64 [T, k], expert ids of the whole model. -1, and the experts of other ranks, add nothing.
+            An id that a token names twice counts twice.
+        weights: float32 or float64 [T, k], what `gate` gives. The shared expert has none.
+        w: this layer's experts; see `MoeWeights`.
+        limit: the clamp bound of `swiglu`, > 0.
+
+    Returns:
+        [T, C] of x's dtype. T == 0 gives an empty tensor; a token without an expert here gets the shared one's output.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device, or limit <= 0.
+    """
+    C = w.w13.shape[-1]
+    if x.dim() != 2 or x.shape[1] != C or x.dtype not in FLOATS or x.device != w.w13.device:
+        raise ValueError(f"moe: x must be [T, {C}] bfloat16, float32 or float64 on {w.w13.device}, got {describe(x)}")
+    expect("moe: ids", ids, (len(x), "k"), (torch.int32, torch.int64), x.device, contiguous=False)
+    expect("moe: weights", weights, ids.shape, (torch.float32, torch.float64), x.device, contiguous=False)
+    _expect_experts(w, C)
+    if not limit > 0:
+        raise ValueError(f"moe: limit must be > 0, got {limit}")
+    if len(x) == 0:
+        return torch.empty_like(x)
+    inner = wide(x)
+    return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
+
+
+def _expect_experts(w: MoeWeights, C: int) -> None:
+    E, pair, _ = w.w13.shape if len(w.w13.shape) == 3 else (0, 1, 0)
+    if pair % 2:
+        raise ValueError(f"moe: w13 must be [E, 2I, C], got {list(w.w13.shape)}")
+    if w.w2.shape != (E, C, pair // 2):
+        raise ValueError(f"moe: w2 must be {[E, C, pair // 2]}, got {list(w.w2.shape)}")
+    shared = w.shared13.shape[0]
+    if w.shared13.shape != (shared, C) or shared % 2:
+        raise ValueError(f"moe: shared13 must be [2I, {C}], got {list(w.shared13.shape)}")
+    if w.shared2.shape != (C, shared // 2):
+        raise ValueError(f"moe: shared2 must be {[C, shared // 2]}, got {list(w.shared2.shape)}")
