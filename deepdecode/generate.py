@@ -1,6 +1,7 @@
 """The `generate` command: load, stream, and say what it took."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 
 from deepdecode.checkpoint import load_model
 from deepdecode.config import ModelConfig
+from deepdecode.distributed import join, leave
 from deepdecode.ops._check import kernel_runs
 from deepdecode.runner import Runner, Sampling, Token
 from deepdecode.text import Stream, Text
@@ -57,7 +59,8 @@ def generate_command(request: Request) -> int:
     folder = request.checkpoint or tiny_dir()
     device = pick_device(request.device)
     began = time.perf_counter()
-    weights = load_model(folder, device=device)
+    place = join(device)
+    weights = load_model(folder, slice=(place.size, place.rank) if place.size > 1 else None, device=device)
     config = weights.config
     text = Text(folder, config.bos_id)
     prompts = [text.encode(prompt) for prompt in request.prompts]
@@ -65,7 +68,11 @@ def generate_command(request: Request) -> int:
         request.max_new_tokens, request.temperature, request.top_p, request.seed, () if request.ignore_eos else config.eos_ids
     )
     runner = Runner(
-        weights, max_len=_context(request, config, prompts), slots=min(request.batch, len(prompts)), fmt=request.cache
+        weights,
+        max_len=_context(request, config, prompts),
+        slots=min(request.batch, len(prompts)),
+        fmt=request.cache,
+        ranks=place.collectives,
     )
     loaded = time.perf_counter() - began
     rows = [Stream(text) for _ in prompts]
@@ -78,12 +85,15 @@ def generate_command(request: Request) -> int:
             if token.finish:
                 finish[token.row] = token.finish
                 piece += rows[token.row].end()
-            if len(prompts) == 1 and not request.as_json:
+            if len(prompts) == 1 and not request.as_json and place.rank == 0:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         # a second Ctrl-C must not lose what is about to be printed
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = 130
+    leave()
+    if place.rank:
+        return code
     stats = _stats(clock, runner, loaded, prompts)
     _print_rows(request, rows, prompts, finish, stats)
     print(_sentence(stats, str(folder) if request.checkpoint else "embedded tiny model"), file=sys.stderr)
@@ -97,7 +107,8 @@ def pick_device(name: str | None) -> torch.device:
         ValueError: the name is not a device of this machine.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # torchrun gives each rank of a machine its own number
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

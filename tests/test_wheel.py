@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
-    build = "from hatchling.builders.wheel import WheelBuilder; print(next(WheelBuilder('.').build(directory=r'%s')))" % out
-    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out], cwd=ROOT, check=True, capture_output=True
+    )
     return zipfile.ZipFile(next(out.glob("deepdecode-*.whl")))
 
 
