@@ -129,7 +129,7 @@ def read_rows(cache: PagedRows, rows: torch.Tensor) -> torch.Tensor:
         [..., width]. A row below 0 or past the cache reads as zeros, whatever the memory holds.
     """
     valid = (rows >= 0) & (rows < cache.num_rows)
-    if cache.num_rows == 0:
+    if cache.num_rows == 0 or rows.numel() == 0:
         dtype = torch.float64 if cache.fmt == "f64" else torch.float32
         return torch.zeros(*rows.shape, cache.width, dtype=dtype, device=rows.device)
     hole = ~valid.reshape(-1, 1)

@@ -1,0 +1,207 @@
+"""Sparse attention: every token's heads over the rows that its indices name, in two paged caches, under one softmax.
+
+    l = scale * (q . row);  out = sum exp(l) * row / (sum exp(l) + exp(sink));  lse = log(sum exp(l))
+
+A row is key and value at once. The sink is a learned logit of each head: it takes weight and gives nothing.
+"""
+
+import os
+
+import torch
+
+from deepdecode.ops._check import FLOATS, expect, wide
+from deepdecode.ops.rows import PagedRows, read_rows
+
+Tensor = torch.Tensor
+# bytes of gathered rows that the reference holds at once
+_CHUNK_BYTES = 32 << 20
+
+
+def sparse_attn_ref(
+    q: Tensor,
+    window: PagedRows,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: PagedRows | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Out [T, H, D] and lse [T, H] in the dtype of q, float32 or float64; rows of an FP8 cache are widened exactly."""
+    T, H, D = q.shape
+    sets = [(window, window_indices, window_lens)]
+    if extra is not None and extra_indices is not None and extra_lens is not None:
+        sets.append((extra, extra_indices, extra_lens))
+    out, lse = torch.empty_like(q), q.new_empty(T, H)
+    keys = sum(indices.shape[1] for _, indices, _ in sets)
+    step = max(1, _CHUNK_BYTES // max(1, keys * D * q.element_size()))
+    for start in range(0, T, step):
+        part = slice(start, start + step)
+        rows, seen = zip(*(_gather(cache, indices[part], lens[part]) for cache, indices, lens in sets), strict=True)
+        out[part], lse[part] = _attend(q[part], torch.cat(rows, dim=1).to(q.dtype), torch.cat(seen, dim=1), sink, scale)
+    return out, lse
+
+
+def _gather(cache: PagedRows, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [T, K, D], zeros where there is none, and which lanes hold a key, bool [T, K]."""
+    K = indices.shape[1]
+    if K and lens.device.type == "cpu":
+        # lanes past every length: cheap to know here, a host sync on a GPU
+        K = int(lens.max().clamp(0, K))
+        indices = indices[:, :K]
+    seen = (torch.arange(K, device=lens.device) < lens[:, None]) & (indices >= 0) & (indices < cache.num_rows)
+    return read_rows(cache, torch.where(seen, indices, -1)), seen
+
+
+def _attend(q: Tensor, rows: Tensor, seen: Tensor, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], rows [T, K, D], seen [T, K] -> out [T, H, D], lse [T, H]."""
+    some = seen.any(dim=1)[:, None]
+    if not rows.shape[1]:
+        return torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"))
+    logits = ((q @ rows.mT) * scale).masked_fill(~seen[:, None], float("-inf"))
+    lse = logits.logsumexp(dim=2)
+    out = (logits - torch.where(some, lse, 0)[..., None]).exp() @ rows
+    if sink is not None:
+        # 1 / (1 + exp(sink - lse))
+        out = out * torch.where(some, lse - sink.to(q.dtype), 0).sigmoid()[..., None]
+    return out, lse
+
+
+def sparse_attn_decode(
+    q: Tensor,
+    window: PagedRows,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: PagedRows | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend the union of two sets of cached rows; computes in float32 (float64 for float64 q) and rounds once.
+
+    Args:
+        q: [T, H, D] bfloat16, contiguous, H from 1 to 128; float32 and float64 on the reference path. D is the caches' width.
+        window, extra: paged caches, each with its own page size, page stride and format; extra may be None.
+        window_indices, extra_indices: int32 [T, K], physical rows of their cache; -1: no key. Any K, 0 included.
+        window_lens, extra_lens: int32 [T]; lanes at or past the length are not read.
+        sink: float32 [H] (float64 for float64 q), or None for no sink.
+        scale: of the logits; D ** -0.5 if None.
+        out: [T, H, D] in the dtype of q, contiguous, to write into.
+        return_lse: return (out, lse) instead of out.
+        workspace: uint8, at least `workspace_bytes` long, contiguous; the call then allocates nothing but what it returns.
+        deterministic: a row's bits do not depend on the batch around it.
+
+    Returns:
+        out [T, H, D]; lse float32 [T, H] (float64 for float64 q), natural logarithm, sink excluded.
+        A token without a key gives out 0 and lse -inf, with and without a sink. A row named twice counts twice.
+        T == 0 gives empty tensors. Lengths are clamped to [0, K], and an index outside its cache counts as -1.
+        With DEEPDECODE_CHECK=1 both are errors that name row and lane; that reads the tensors back, so not under a graph.
+
+    Raises:
+        ValueError: an argument has another shape, dtype, layout or device.
+    """
+    args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
+    return _sparse_attn("sparse_attn_decode", *args, sink, scale, out, return_lse, workspace, deterministic)
+
+
+def sparse_attn_prefill(
+    q: Tensor,
+    window: PagedRows,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: PagedRows | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`sparse_attn_decode` for many tokens: the same contract, memory that does not grow with T."""
+    args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
+    return _sparse_attn("sparse_attn_prefill", *args, sink, scale, out, return_lse, workspace, deterministic)
+
+
+def workspace_bytes(
+    T: int, H: int, window_width: int, extra_width: int = 0, *, device: torch.device, deterministic: bool = False
+) -> int:
+    """Bytes that one call with these sizes needs in `workspace`; 0 for the reference, which allocates as it goes."""
+    return 0
+
+
+def _sparse_attn(
+    op: str,
+    q: Tensor,
+    window: PagedRows,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: PagedRows | None,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
+    sink: Tensor | None,
+    scale: float | None,
+    out: Tensor | None,
+    return_lse: bool,
+    workspace: Tensor | None,
+    deterministic: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    expect(f"{op}: q", q, ("T", "H", window.width), FLOATS, q.device)
+    T, H, D = q.shape
+    if not 1 <= H <= 128:
+        raise ValueError(f"{op}: q must have 1 to 128 heads, got {H}")
+    _expect_set(op, "window", q, window, window_indices, window_lens)
+    if (extra is None) != (extra_indices is None) or (extra is None) != (extra_lens is None):
+        raise ValueError(f"{op}: extra, extra_indices and extra_lens must be given together")
+    if extra is not None and extra_indices is not None and extra_lens is not None:
+        _expect_set(op, "extra", q, extra, extra_indices, extra_lens)
+    if sink is not None:
+        expect(f"{op}: sink", sink, (H,), (torch.float32, torch.float64), q.device)
+    if workspace is not None:
+        expect(f"{op}: workspace", workspace, ("bytes",), torch.uint8, q.device)
+    if out is None:
+        out = torch.empty_like(q)
+    else:
+        expect(f"{op}: out", out, q.shape, q.dtype, q.device)
+    scale = float(D) ** -0.5 if scale is None else scale
+    if T == 0:
+        return (out, wide(q).new_empty(0, H)) if return_lse else out
+    result, lse = sparse_attn_ref(
+        wide(q), window, window_indices, window_lens, extra, extra_indices, extra_lens, sink=sink, scale=scale
+    )
+    out.copy_(result)
+    return (out, lse) if return_lse else out
+
+
+def _expect_set(op: str, name: str, q: Tensor, cache: PagedRows, indices: Tensor, lens: Tensor) -> None:
+    if cache.width != q.shape[2] or cache.data.device != q.device:
+        want = f"rows of {q.shape[2]} on {q.device}"
+        raise ValueError(f"{op}: {name} must hold {want}, got rows of {cache.width} on {cache.data.device}")
+    expect(f"{op}: {name}_indices", indices, (q.shape[0], "K"), torch.int32, q.device)
+    expect(f"{op}: {name}_lens", lens, (q.shape[0],), torch.int32, q.device)
+    if os.environ.get("DEEPDECODE_CHECK") == "1":
+        _check_values(op, name, cache, indices, lens)
+
+
+def _check_values(op: str, name: str, cache: PagedRows, indices: Tensor, lens: Tensor) -> None:
+    K = indices.shape[1]
+    wrong = ((lens < 0) | (lens > K)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"{op}: {name}_lens must be 0 to {K}, got {int(lens[row])} at row {row}")
+    inside = torch.arange(K, device=lens.device) < lens[:, None]
+    wrong = (inside & ((indices < -1) | (indices >= cache.num_rows))).nonzero()
+    if len(wrong):
+        row, lane = wrong[0].tolist()
+        got = f"{int(indices[row, lane])} at row {row}, lane {lane}"
+        raise ValueError(f"{op}: {name}_indices must be -1 to {cache.num_rows - 1}, got {got}")
