@@ -5,6 +5,7 @@
 A row is key and value at once. The sink is a learned logit of each head: it takes weight and gives nothing.
 """
 
+import math
 import os
 
 import torch
@@ -173,7 +174,7 @@ def _sparse_attn(
         out = torch.empty_like(q)
     else:
         expect(f"{op}: out", out, q.shape, q.dtype, q.device)
-    scale = float(D) ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(D) if scale is None else scale
     if T == 0:
         return (out, wide(q).new_empty(0, H)) if return_lse else out
     result, lse = sparse_attn_ref(
