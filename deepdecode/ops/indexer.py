@@ -83,7 +83,7 @@ def index_topk(
         rows = _physical(table[:1] if shared else table, keys, N)
         entry = torch.arange(N, device=device)
         visible = (entry < lens[part, None]) & (rows >= 0)
-        if device.type == "cpu" and N <= topk:
+        if device.type == "cpu" and topk >= N:
             # everything is chosen: no score can change that
             chosen = visible
         else:

@@ -55,6 +55,8 @@ class PagedRows:
             raise ValueError(f"PagedRows: fmt must be one of {', '.join(FORMATS)}, got {self.fmt!r}")
         if page_size < 1:
             raise ValueError(f"PagedRows: page_size must be >= 1, got {page_size}")
+        if data.dim() and data.shape[0] * page_size >= 2**31:
+            raise ValueError(f"PagedRows: data must hold fewer than 2**31 rows, got {data.shape[0] * page_size}")
         if self.fmt in FLOAT_FORMATS:
             want = f"{str(FLOAT_FORMATS[self.fmt]).removeprefix('torch.')} [pages, {page_size}, width]"
             fits = data.dim() == 3 and data.shape[1] == page_size and data.dtype == FLOAT_FORMATS[self.fmt]
