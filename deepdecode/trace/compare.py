@@ -1,0 +1,461 @@
+"""Two or more profiles side by side, per step: what changed, what only seems to have, and whether a verdict is fair.
+
+Every number is a median per counted step of the busiest device. Each profile is compared with the one before it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepdecode.trace.model import CATEGORIES, DeviceProfile, Kernel, Profile
+from deepdecode.trace.render import ms, percent, quote, signed_percent
+
+SCHEMA = 1  # of Comparison as JSON
+
+NOISE_FLOOR = 0.01  # steps of one run hide what differs between runs; smaller changes are never called changes
+NOISE_FLOOR_FEW = 0.02  # with fewer than MIN_STEPS steps the spread cannot be measured
+MIN_STEPS = 4
+SHARE_POINTS = 0.01  # a share that moves less than this has not moved
+MOVED = 0.5  # of a category's fall, found in kernels that are new in another category
+PRECISION_SHARE = 0.10  # of GEMM and MoE time of known precision
+UNKNOWN_LIMIT = 0.05
+NOISE_RULE = (
+    "a change counts when it passes the larger interquartile range of the two runs' steps, "
+    f"and at least {100 * NOISE_FLOOR:.0f} % ({100 * NOISE_FLOOR_FEW:.0f} % with fewer than {MIN_STEPS} steps)"
+)
+
+# what makes a verdict unfair; a user who knows better names the code in `allow`
+REFUSALS = {
+    "same-file": "the same file was given twice",
+    "no-gpu-work": "a profile holds no GPU work",
+    "capture": "a profile holds a graph capture or a summary, not steps",
+    "step-mismatch": "steps were found by one profile and not by the other, or the signals disagree",
+    "phase-mismatch": "decode and prefill do different work",
+    "batch-mismatch": "the batch sizes differ",
+    "gpu-mismatch": "the GPUs differ",
+    "gpu-count-mismatch": "the numbers of GPUs differ",
+    "precision-mismatch": "the matrix products run in different precisions",
+    "profiler-overhead": "the kernels take the same time and only the gaps differ",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One profile as it takes part; None or an empty string where it cannot be known."""
+
+    label: str
+    sha256: tuple[str, ...]
+    format: str
+    gpu: str
+    gpu_count: int
+    phase: str
+    batch: int | None
+    graph_mode: str
+    steps: int
+    step_signal: str
+    agreement: float
+    step_ns: int
+    step_noise_ns: int
+    busy_ns: int
+    busy_noise_ns: int
+    launches: float
+    graph_launches: float
+    precisions: dict[str, float]
+    unknown_share: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Exclusive time per step, its spread, launches per step and the share of busy time."""
+
+    step_ns: int
+    noise_ns: int
+    launches: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A category, or a kernel of one; a cell is None where the profile has none of it."""
+
+    key: str
+    category: str
+    cells: tuple[Cell | None, ...]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`severity` is "refuse", "warn" or "note"; before and after index `runs`."""
+
+    code: str
+    severity: str
+    before: int
+    after: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`word` is "faster", "slower", "no change" or "refused"; the ratio is step time after over before."""
+
+    before: int
+    after: int
+    word: str
+    ratio: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    schema: int
+    runs: tuple[Run, ...]
+    categories: tuple[Row, ...]
+    kernels: tuple[Row, ...]
+    flags: tuple[Flag, ...]
+    verdicts: tuple[Verdict, ...]
+    allowed: tuple[str, ...]
+    noise_rule: str = NOISE_RULE
+
+    @property
+    def refused(self) -> bool:
+        return any(verdict.word == "refused" for verdict in self.verdicts)
+
+    @property
+    def regressed(self) -> bool:
+        return any(verdict.word == "slower" for verdict in self.verdicts)
+
+
+def compare(profiles: Sequence[Profile], labels: Sequence[str], allow: Sequence[str] = ()) -> Comparison:
+    """Compare profiles in the order given, each with the one before it.
+
+    Args:
+        profiles: two or more.
+        labels: one distinct name each.
+        allow: codes of REFUSALS that the user accepts; their flags stay, as warnings.
+
+    Raises:
+        ValueError: fewer than two profiles, labels that do not fit, or an unknown code.
+    """
+    if len(profiles) < 2:
+        raise ValueError(f"compare: profiles must be two or more, got {len(profiles)}")
+    if len(labels) != len(profiles) or len(set(labels)) != len(labels):
+        raise ValueError(f"compare: labels must be {len(profiles)} different names, got {', '.join(labels) or 'none'}")
+    for code in allow:
+        if code not in REFUSALS:
+            raise ValueError(f"compare: allow must be one of {', '.join(REFUSALS)}, got {code}")
+    runs = tuple(_run(profile, label) for profile, label in zip(profiles, labels, strict=True))
+    devices = [None if p.main is None else p.devices[p.main] for p in profiles]
+    categories = _category_rows(devices)
+    kernels = _kernel_rows(devices)
+    flags: list[Flag] = []
+    verdicts: list[Verdict] = []
+    for after in range(1, len(runs)):
+        pair = _mismatches(profiles, runs, after - 1, after)
+        if runs[after - 1].step_ns and runs[after].step_ns:
+            pair += _readings(runs, categories, kernels, after - 1, after)
+        pair = [_accept(flag) if flag.code in allow else flag for flag in pair]
+        verdicts.append(_verdict(runs, pair, after - 1, after))
+        flags += pair
+    return Comparison(SCHEMA, runs, categories, kernels, tuple(flags), tuple(verdicts), tuple(allow))
+
+
+def _accept(flag: Flag) -> Flag:
+    return Flag(flag.code, "warn", flag.before, flag.after, flag.text + " (accepted by the caller)")
+
+
+# ---- the columns
+
+
+def _run(profile: Profile, label: str) -> Run:
+    sha = tuple(sorted(source.sha256 for source in profile.sources))
+    formats = "+".join(sorted({source.format for source in profile.sources}))
+    names = ", ".join(profile.gpus)
+    if profile.main is None:
+        return Run(label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0)
+    dev = profile.devices[profile.main]
+    return Run(
+        label=label,
+        sha256=sha,
+        format=formats,
+        gpu=dev.gpu or names,
+        gpu_count=len(profile.devices),
+        phase=profile.phase,
+        batch=profile.batch,
+        graph_mode=dev.graph_mode,
+        steps=dev.steps.count,
+        step_signal=dev.steps.signal,
+        agreement=dev.steps.agreement,
+        step_ns=dev.steps.p50_ns,
+        step_noise_ns=spread([step.wall_ns for step in dev.steps.items]),
+        busy_ns=dev.steps.p50_busy_ns,
+        busy_noise_ns=spread([step.busy_ns for step in dev.steps.items]),
+        launches=dev.kernels_per_step,
+        graph_launches=dev.graph_launches_per_step,
+        precisions=_precisions(dev),
+        unknown_share=dev.unknown_share,
+    )
+
+
+def spread(values: Sequence[int]) -> int:
+    """Interquartile range of per-step values; the whole range below four of them, and 0 for one."""
+    if len(values) < 2:
+        return 0
+    if len(values) < MIN_STEPS:
+        return max(values) - min(values)
+    low, high = np.percentile(values, (25, 75))
+    return round(float(high - low))
+
+
+def _precisions(dev: DeviceProfile) -> dict[str, float]:
+    """Share of each known precision in the exclusive time of tensor-core GEMM and MoE kernels that name one."""
+    times: dict[str, int] = {}
+    for kernel in dev.kernel_rows:
+        if kernel.category in ("gemm_tc", "moe") and kernel.precision:
+            times[kernel.precision] = times.get(kernel.precision, 0) + kernel.exclusive_ns
+    total = sum(times.values())
+    return {name: ns / total for name, ns in sorted(times.items(), key=lambda item: -item[1])} if total else {}
+
+
+def _category_rows(devices: Sequence[DeviceProfile | None]) -> tuple[Row, ...]:
+    cells: dict[str, list[Cell | None]] = {}
+    for i, dev in enumerate(devices):
+        for cat in dev.categories if dev else ():
+            row = cells.setdefault(cat.category, [None] * len(devices))
+            row[i] = Cell(cat.p50_step_ns, spread(cat.step_ns), cat.launches_per_step, cat.share)
+    order = list(CATEGORIES)
+    rows = (Row(key, key, tuple(row)) for key, row in cells.items() if any(cell and cell.launches for cell in row))
+    return tuple(sorted(rows, key=lambda row: (-_largest(row), order.index(row.key) if row.key in order else len(order))))
+
+
+def _kernel_rows(devices: Sequence[DeviceProfile | None]) -> tuple[Row, ...]:
+    cells: dict[tuple[str, str], list[Cell | None]] = {}
+    for i, dev in enumerate(devices):
+        if dev is None:
+            continue
+        noise = {cat.category: spread(cat.step_ns) / max(1, cat.p50_step_ns) for cat in dev.categories}
+        steps = max(1, dev.steps.count)
+        for kernel in dev.kernel_rows:
+            if not kernel.window_count:
+                continue
+            row = cells.setdefault((kernel.category, normal(kernel.name)), [None] * len(devices))
+            row[i] = _add(row[i], kernel, noise.get(kernel.category, 0.0), max(1, dev.busy_ns), steps)
+    rows = (Row(name, category, tuple(row)) for (category, name), row in cells.items())
+    return tuple(sorted(rows, key=lambda row: (-_largest(row), row.key)))
+
+
+def _add(cell: Cell | None, kernel: Kernel, noise: float, busy: int, steps: int) -> Cell:
+    """Several raw names can share a normalised one. A kernel has no spread of its own: its category's stands in."""
+    was = cell or Cell(0, 0, 0.0, 0.0)
+    ns = was.step_ns + round(kernel.exclusive_per_step_ns)
+    return Cell(ns, round(noise * ns), was.launches + kernel.launches_per_step, was.share + kernel.exclusive_ns / busy)
+
+
+def _largest(row: Row) -> int:
+    return max((cell.step_ns for cell in row.cells if cell), default=0)
+
+
+def normal(name: str) -> str:
+    """A kernel's name without what a rebuild changes: the return type, `.kd`, serial numbers and hashes at the end."""
+    name = name.removeprefix("void ").removesuffix(".kd").strip()
+    return re.sub(r"(?:_(?:\d+|[0-9a-f]{8,64}))+$", "", name) or name
+
+
+# ---- flags
+
+
+def moved(before: float, after: float, noise: float, few: bool) -> int:
+    """-1, 0 or 1: fell, within the noise, rose."""
+    floor = (NOISE_FLOOR_FEW if few else NOISE_FLOOR) * max(before, after)
+    limit = max(noise, floor)
+    return 0 if abs(after - before) <= limit else (1 if after > before else -1)
+
+
+def _few(a: Run, b: Run) -> bool:
+    return min(a.steps, b.steps) < MIN_STEPS
+
+
+def _mismatches(profiles: Sequence[Profile], runs: Sequence[Run], before: int, after: int) -> list[Flag]:
+    a, b = runs[before], runs[after]
+    out: list[Flag] = []
+
+    def flag(code: str, severity: str, text: str) -> None:
+        out.append(Flag(code, severity, before, after, text))
+
+    if a.sha256 == b.sha256:
+        flag("same-file", "refuse", f"{quote(a.label)} and {quote(b.label)} are the same file: there is nothing to compare")
+    idle = [run for run in (a, b) if not run.step_ns]
+    for run in idle:
+        flag("no-gpu-work", "refuse", f"{quote(run.label)} holds no GPU work")
+    if idle:
+        return out
+    for run, profile in ((a, profiles[before]), (b, profiles[after])):
+        if run.phase == "capture" or profile.health.capture in ("graph-capture", "graph-summary"):
+            flag(
+                "capture",
+                "refuse",
+                f"{quote(run.label)} is a {profile.health.capture} trace: it does not show a step's kernels",
+            )
+    _step_flags(a, b, flag)
+    if a.phase != b.phase:
+        known = "unknown" not in (a.phase, b.phase)
+        text = f"the phase is {a.phase} before and {b.phase} after"
+        flag("phase-mismatch", "refuse" if known else "warn", text)
+    if a.batch != b.batch:
+        known = a.batch is not None and b.batch is not None
+        batches = f"{_or_unknown(a.batch)} before and {_or_unknown(b.batch)} after"
+        flag("batch-mismatch", "refuse" if known else "note", f"the batch size is {batches}")
+    if a.gpu != b.gpu:
+        names = f"{quote(a.gpu) if a.gpu else 'unknown'} before and {quote(b.gpu) if b.gpu else 'unknown'} after"
+        flag("gpu-mismatch", "refuse" if a.gpu and b.gpu else "note", f"the GPU is {names}")
+    if a.gpu_count != b.gpu_count:
+        flag("gpu-count-mismatch", "refuse", f"{a.gpu_count} GPU timelines before and {b.gpu_count} after")
+    if a.graph_mode != b.graph_mode and "unknown" not in (a.graph_mode, b.graph_mode):
+        text = f"CUDA graphs: {a.graph_mode} before and {b.graph_mode} after: part of the change is launch cost"
+        flag("graph-mode-mismatch", "warn", text)
+    _precision_flags(a, b, flag)
+    for run in (a, b):
+        if run.unknown_share > UNKNOWN_LIMIT:
+            text = f"{percent(run.unknown_share)} of {quote(run.label)} is in no category: add rules with --rules"
+            flag("unknown-share", "warn", text)
+    return out
+
+
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _step_flags(a: Run, b: Run, flag) -> None:
+    whole = [run for run in (a, b) if run.step_signal in WHOLE]
+    if len(whole) == 1:
+        text = f"{quote(whole[0].label)} shows no steps: its whole capture would be compared with one step"
+        flag("step-mismatch", "refuse", text)
+    elif len(whole) == 2:
+        flag("no-steps", "warn", "neither profile shows steps: the whole captures are compared, as if each were one step")
+    split = [run for run in (a, b) if run not in whole and run.agreement < 0.5]
+    for run in split:
+        text = f"the signals disagree about the steps of {quote(run.label)} ({run.steps} by {run.step_signal})"
+        flag("step-mismatch", "refuse", text)
+    if not whole and not split and a.steps != b.steps:
+        text = (
+            f"{a.steps} steps before and {b.steps} after: compared per step; the totals of the two captures are not comparable"
+        )
+        flag("step-count", "note", text)
+    if _few(a, b) and not whole:
+        fewest = min(a.steps, b.steps)
+        text = f"{fewest} step{'s' * (fewest != 1)} cannot show the noise: changes under {NOISE_FLOOR_FEW:.0%} are not called"
+        flag("few-steps", "note", text)
+
+
+# Steps.signal of a profile in which no step was found: the window is the capture
+WHOLE = ("", "none", "window", "capture")
+
+
+def _precision_flags(a: Run, b: Run, flag) -> None:
+    main = [{name for name, share in run.precisions.items() if share >= PRECISION_SHARE} for run in (a, b)]
+    if not all(main) or main[0] == main[1]:
+        return
+    said = [" and ".join(name for name in run.precisions if name in kept) for run, kept in zip((a, b), main, strict=True)]
+    disjoint = not main[0] & main[1]
+    flag("precision-mismatch", "refuse" if disjoint else "warn", f"matrix products run in {said[0]} before and {said[1]} after")
+
+
+def _readings(runs: Sequence[Run], cats: Sequence[Row], kernels: Sequence[Row], before: int, after: int) -> list[Flag]:
+    """What the numbers of two comparable runs say that a glance at the shares would not."""
+    a, b, few = runs[before], runs[after], _few(runs[before], runs[after])
+    wall = moved(a.step_ns, b.step_ns, max(a.step_noise_ns, b.step_noise_ns), few)
+    busy = moved(a.busy_ns, b.busy_ns, max(a.busy_noise_ns, b.busy_noise_ns), few)
+    out: list[Flag] = []
+
+    def flag(code: str, severity: str, text: str) -> None:
+        out.append(Flag(code, severity, before, after, text))
+
+    step = f"{ms(a.step_ns)} -> {ms(b.step_ns)} ms"
+    work = f"{ms(a.busy_ns)} -> {ms(b.busy_ns)} ms"
+    if a.sha256 != b.sha256 and wall == 0:
+        limit = max(a.step_noise_ns, b.step_noise_ns, (NOISE_FLOOR_FEW if few else NOISE_FLOOR) * max(a.step_ns, b.step_ns))
+        change = signed_percent(a.step_ns, b.step_ns)
+        flag("below-noise", "note", f"the step, {step} ({change}), moved less than the noise of the runs ({ms(limit)} ms)")
+    if wall == 0 and busy != 0:
+        text = f"GPU time {'fell' if busy < 0 else 'rose'} ({work}), the step did not ({step}): something else sets its length"
+        flag(f"gpu-{'fell' if busy < 0 else 'rose'}-step-flat", "warn", text)
+    same_work = busy == 0 and moved(a.launches, b.launches, 0, few) == 0
+    if wall != 0 and same_work and a.graph_mode == b.graph_mode and a.sha256 != b.sha256:
+        text = f"the kernels take the same time ({work}) and only the gaps changed the step ({step}): "
+        flag("profiler-overhead", "refuse", text + "the host or the profiler's own overhead; time it without a profiler")
+    for row in cats:
+        x, y = row.cells[before], row.cells[after]
+        if x and y and y.share - x.share >= SHARE_POINTS and _cell_moved(x, y, few) <= 0:
+            shares = f"{percent(x.share)} -> {percent(y.share)} of GPU time"
+            text = f"{CATEGORIES.get(row.key, row.key)}: the share rose ({shares}), the time per step did not "
+            flag("share-rose-time-flat", "note", text + f"({ms(x.step_ns)} -> {ms(y.step_ns)} ms): the rest shrank")
+    _target_flag(cats, before, after, busy, wall, few, f"total GPU time rose ({work})", step, flag)
+    for text in _moves(cats, kernels, before, after, few):
+        flag("work-moved", "warn", text)
+    return out
+
+
+def _cell_moved(x: Cell | None, y: Cell | None, few: bool) -> int:
+    x, y = x or Cell(0, 0, 0, 0), y or Cell(0, 0, 0, 0)
+    return moved(x.step_ns, y.step_ns, max(x.noise_ns, y.noise_ns), few)
+
+
+def _target_flag(
+    cats: Sequence[Row], before: int, after: int, busy: int, wall: int, few: bool, total: str, step: str, flag
+) -> None:
+    """The category that fell most is taken for the target."""
+    fallen = [row for row in cats if _cell_moved(row.cells[before], row.cells[after], few) < 0]
+    if busy <= 0 or not fallen:
+        return
+    target = min(fallen, key=lambda row: _ns(row, after) - _ns(row, before))
+    name = CATEGORIES.get(target.key, target.key)
+    end = {-1: "fell all the same", 0: "did not move", 1: "rose too"}[wall]
+    text = f"{name} fell ({ms(_ns(target, before))} -> {ms(_ns(target, after))} ms) but {total}; the step {end} ({step})"
+    flag("target-fell-total-rose", "warn", text)
+
+
+def _ns(row: Row, run: int) -> int:
+    cell = row.cells[run]
+    return cell.step_ns if cell else 0
+
+
+def _moves(cats: Sequence[Row], kernels: Sequence[Row], before: int, after: int, few: bool) -> list[str]:
+    """A category fell, kernels of it vanished, and kernels that did not exist before took at least half of that elsewhere."""
+    falls = {r.key: _ns(r, before) - _ns(r, after) for r in cats if _cell_moved(r.cells[before], r.cells[after], few) < 0}
+    rises = {r.key: _ns(r, after) - _ns(r, before) for r in cats if _cell_moved(r.cells[before], r.cells[after], few) > 0}
+    gone: dict[str, list[Row]] = {}
+    new: dict[str, list[Row]] = {}
+    for row in kernels:
+        if row.cells[before] and not row.cells[after]:
+            gone.setdefault(row.category, []).append(row)
+        elif row.cells[after] and not row.cells[before]:
+            new.setdefault(row.category, []).append(row)
+    out = []
+    for source, fall in falls.items():
+        for target, rise in rises.items():
+            arrived = min(rise, sum(_ns(row, after) for row in new.get(target, ())))
+            if source in gone and arrived >= MOVED * fall:
+                names = quote(gone[source][0].key), quote(new[target][0].key)
+                text = f"{CATEGORIES.get(source, source)} lost {ms(fall)} ms a step ({names[0]} is gone) while new kernels in "
+                out.append(f"{text}{CATEGORIES.get(target, target)} ({names[1]}) take {ms(arrived)} ms: work may have moved")
+    return out
+
+
+def _verdict(runs: Sequence[Run], flags: Sequence[Flag], before: int, after: int) -> Verdict:
+    a, b = runs[before], runs[after]
+    reasons = [flag for flag in flags if flag.severity == "refuse"]
+    pair = f"{quote(a.label)} -> {quote(b.label)}"
+    ratio = b.step_ns / a.step_ns if a.step_ns and b.step_ns else None
+    if reasons:
+        why = "; ".join(flag.text for flag in reasons)
+        return Verdict(before, after, "refused", ratio, f"{pair}: no verdict, because {why}")
+    assert ratio is not None  # no GPU work refuses
+    word = {-1: "faster", 0: "no change", 1: "slower"}[
+        moved(a.step_ns, b.step_ns, max(a.step_noise_ns, b.step_noise_ns), _few(a, b))
+    ]
+    step = f"{ms(a.step_ns)} -> {ms(b.step_ns)} ms a step ({signed_percent(a.step_ns, b.step_ns)})"
+    factor = {"faster": f", {1 / ratio:.2f}x as fast", "slower": f", {ratio:.2f}x the time", "no change": ""}[word]
+    doubts = sorted({flag.code for flag in flags if flag.severity == "warn"})
+    but = f"; read with: {', '.join(doubts)}" if doubts else ""
+    return Verdict(before, after, word, ratio, f"{pair}: {word}, {step}{factor}{but}")

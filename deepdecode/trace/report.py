@@ -1,0 +1,407 @@
+"""Profiles, comparisons and advice as documents for `render`, as JSON, and without what must not be shared."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from deepdecode.trace.advise import Advice, takes_text
+from deepdecode.trace.compare import Comparison, Row
+from deepdecode.trace.findings import choice_doc
+from deepdecode.trace.model import CATEGORIES, DeviceProfile, Health, Profile, Source
+from deepdecode.trace.render import (
+    Bullets,
+    Code,
+    Doc,
+    Part,
+    Table,
+    count,
+    ms,
+    percent,
+    quote,
+    short,
+    signed_ms,
+    signed_percent,
+)
+from deepdecode.trace.servebench import Cell as ServingCell
+from deepdecode.trace.servebench import Row as ServingRow
+from deepdecode.trace.servebench import ServingComparison
+
+TOP = 15
+SHOWN_GAPS = 5
+LABEL_WIDTH = 20
+
+
+def to_json(value: Any) -> str:
+    """One document; every one of ours carries `schema`."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def category_name(key: str) -> str:
+    return CATEGORIES.get(key, key)
+
+
+# ---- one profile
+
+
+def profile_doc(profile: Profile, label: str, top: int = TOP) -> Doc:
+    """Health first, then where a step's time goes, by category and by kernel."""
+    parts: list[Part] = [Bullets("What was read", tuple(_health_items(profile)))]
+    if profile.main is None:
+        parts.append("No GPU work was recorded: there is no time to account for.")
+    else:
+        dev = profile.devices[profile.main]
+        parts += [
+            Bullets("Steps", tuple(_step_items(profile, dev))),
+            _category_table(dev),
+            _kernel_table(dev, top),
+        ]
+        if dev.gaps:
+            parts.append(_gap_table(dev))
+        if len(profile.devices) > 1:
+            parts.append(_device_table(profile))
+    if profile.warnings:
+        parts.append(Bullets("Warnings", tuple(warning.text for warning in profile.warnings)))
+    return Doc(f"{quote(label)}: {headline(profile)}", tuple(parts))
+
+
+def headline(profile: Profile) -> str:
+    if profile.main is None:
+        return f"{profile.phase}, no GPU work"
+    dev = profile.devices[profile.main]
+    gpu = f" on {quote(dev.gpu)}" if dev.gpu else ""
+    batch = f", batch {profile.batch}" if profile.batch is not None else ""
+    steps = f"{dev.steps.count} step{'s' * (dev.steps.count != 1)}"
+    return f"{profile.phase}{gpu}{batch}, {steps} of {ms(dev.steps.p50_ns)} ms"
+
+
+def health_text(health: Health) -> str:
+    """What was damaged or odd, in one sentence; empty when nothing was."""
+    said = []
+    for number, words in (
+        (health.bad_events, "could not be read"),
+        (health.recovered, "were recovered from the damaged part"),
+        (health.orphans, "kernels have no launch in the file"),
+        (health.impossible_durations, "have impossible durations"),
+        (health.zero_durations, "last zero time"),
+        (health.drops, "were dropped by the profiler"),
+    ):
+        if number:
+            said.append(f"{number} {words}")
+    if health.truncated:
+        said.append("the file ends early")
+    return "; ".join(said)
+
+
+def _health_items(profile: Profile) -> list[str]:
+    items = []
+    for source in profile.sources:
+        items.append(f"{quote(source.path)}: {source.format}, {source.bytes} bytes, sha256 {source.sha256[:16]}")
+    health = profile.health
+    trouble = health_text(health)
+    items.append(f"{health.events} records in {health.units}" + (f"; {trouble}" if trouble else ", none damaged"))
+    if health.overlapping:
+        items.append(f"{health.overlapping} activities start before the one before them on the same stream has ended")
+    return items + list(profile.notes)
+
+
+def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
+    steps = dev.steps
+    votes = ", ".join(f"{vote.signal} {vote.value}" for vote in steps.votes if vote.value is not None) or "none"
+    items = [
+        f"{steps.count} by {quote(steps.signal)}; {percent(steps.agreement)} of the signals agree (votes: {quote(votes)})",
+        f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)}); busy p50 {ms(steps.p50_busy_ns)} ms",
+        f"window {ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})",
+        f"whole capture: {dev.kernels} kernels, sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms",
+        f"per step: {count(dev.kernels_per_step)} kernels, {count(dev.graph_launches_per_step)} graph launches ({dev.graph_mode})",
+    ]
+    phases = ", ".join(f"{vote.signal} {vote.value}" for vote in profile.phase_votes if vote.value is not None)
+    if phases:
+        items.append(f"phase {profile.phase} (votes: {quote(phases)})")
+    return items
+
+
+def _part(x: float, whole: float) -> float | None:
+    return x / whole if whole else None
+
+
+def _category_table(dev: DeviceProfile) -> Table:
+    rows = [
+        (category_name(c.category), ms(c.p50_step_ns), percent(c.share), count(c.launches_per_step), ms(c.exclusive_ns))
+        for c in dev.categories
+    ]
+    idle = (("idle", ms(_idle_per_step(dev)), "", "", ms(dev.idle_ns)),)
+    head = ("category", "ms/step", "of busy", "launches/step", "ms in window")
+    note = f"Unknown: {percent(dev.unknown_share)} of busy time."
+    return Table("Time by category", head, "lrrrr", (*rows, *idle), note)
+
+
+def _idle_per_step(dev: DeviceProfile) -> float:
+    return dev.idle_ns / max(1, dev.steps.count)
+
+
+def _kernel_table(dev: DeviceProfile, top: int) -> Table:
+    shown = [kernel for kernel in dev.kernel_rows if kernel.window_count][:top]
+    rows = tuple(
+        (
+            short(kernel.name),
+            category_name(kernel.category),
+            ms(kernel.exclusive_per_step_ns),
+            percent(_part(kernel.exclusive_ns, dev.busy_ns)),
+            count(kernel.launches_per_step),
+            f"{kernel.p50_ns / 1e3:.2f}",
+        )
+        for kernel in shown
+    )
+    left = sum(1 for kernel in dev.kernel_rows if kernel.window_count) - len(shown)
+    note = f"{left} more kernels; --top shows more, --json all." if left else ""
+    return Table("Kernels", ("kernel", "category", "ms/step", "of busy", "launches/step", "p50 us"), "llrrrr", rows, note)
+
+
+def _gap_table(dev: DeviceProfile) -> Table:
+    rows = tuple((f"{gap.dur_ns / 1e3:.2f}", short(gap.before, 40), short(gap.after, 40)) for gap in dev.gaps[:SHOWN_GAPS])
+    return Table("Longest gaps", ("us", "after", "before"), "rll", rows, f"{dev.gap_count} gaps, {ms(dev.idle_ns)} ms in all.")
+
+
+def _device_table(profile: Profile) -> Table:
+    rows = tuple(
+        (
+            str(dev.device),
+            str(dev.process),
+            "-" if dev.rank is None else str(dev.rank),
+            Code(dev.gpu or "-"),
+            ms(dev.steps.p50_ns),
+            ms(dev.busy_ns),
+            ms(dev.idle_ns),
+            percent(_part(dev.exclusive_ns.get("collective", 0), dev.busy_ns)),
+        )
+        for dev in profile.devices
+    )
+    head = ("device", "process", "rank", "GPU", "step p50 ms", "busy ms", "idle ms", "collective")
+    return Table("GPU timelines", head, "rrrlrrrr", rows, "The busiest is described above.")
+
+
+# ---- a comparison
+
+
+def comparison_doc(comparison: Comparison, top: int = TOP) -> Doc:
+    parts: list[Part] = [
+        _runs_table(comparison),
+        _rows_table("Time per step by category", "category", comparison, comparison.categories),
+        _rows_table("Time per step by kernel", "kernel", comparison, _most_changed(comparison, top)),
+    ]
+    if comparison.flags:
+        parts.append(Bullets("Flags", tuple(f"{flag.code} ({flag.severity}): {flag.text}" for flag in comparison.flags)))
+    parts.append(Bullets("Verdict", tuple(verdict.text for verdict in comparison.verdicts)))
+    parts.append(f"Noise: {comparison.noise_rule}.")
+    return Doc("Comparison of " + ", ".join(quote(run.label) for run in comparison.runs), tuple(parts))
+
+
+def _label(text: str) -> Code:
+    return short(text, LABEL_WIDTH)
+
+
+def _runs_table(comparison: Comparison) -> Table:
+    runs = comparison.runs
+    facts = (
+        ("GPU", [Code(run.gpu or "-") for run in runs]),
+        ("phase", [run.phase for run in runs]),
+        ("batch", ["-" if run.batch is None else str(run.batch) for run in runs]),
+        ("steps", [f"{run.steps} ({run.step_signal})" if run.steps else "-" for run in runs]),
+        ("graphs", [run.graph_mode for run in runs]),
+        ("step p50 ms", [ms(run.step_ns) for run in runs]),
+        ("  spread ms", [ms(run.step_noise_ns) for run in runs]),
+        ("busy p50 ms", [ms(run.busy_ns) for run in runs]),
+        ("kernels/step", [count(run.launches) for run in runs]),
+        ("graph launches/step", [count(run.graph_launches) for run in runs]),
+        ("unknown", [percent(run.unknown_share) for run in runs]),
+        ("format", [run.format for run in runs]),
+    )
+    rows = tuple((name, *values) for name, values in facts)
+    return Table("Runs", ("", *(_label(run.label) for run in runs)), "l" + "r" * len(runs), rows)
+
+
+def _most_changed(comparison: Comparison, top: int) -> tuple[Row, ...]:
+    """By absolute change between the first and the last, then by size: what moved comes first."""
+
+    def change(row: Row) -> tuple[int, int]:
+        values = [cell.step_ns if cell else 0 for cell in row.cells]
+        return max(values) - min(values), max(values)
+
+    return tuple(sorted(comparison.kernels, key=change, reverse=True)[:top])
+
+
+def _rows_table(title: str, what: str, comparison: Comparison, rows: Sequence[Row]) -> Table:
+    head: list[str] = [what]
+    if what == "kernel":
+        head.append("category")
+    for run in comparison.runs:
+        head += [Code(f"{_label(run.label)} ms"), "share", "launches"]
+    head += ["change ms", "change"]
+    out = []
+    for row in rows:
+        cells: list[str] = [category_name(row.key)] if what == "category" else [short(row.key, 48), category_name(row.category)]
+        for cell in row.cells:
+            cells += [ms(cell.step_ns), percent(cell.share), count(cell.launches)] if cell else ["-", "-", "-"]
+        first, last = (cell.step_ns if cell else 0 for cell in (row.cells[0], row.cells[-1]))
+        cells += [signed_ms(last - first), signed_percent(first, last)]
+        out.append(tuple(cells))
+    if what == "category":
+        out += _total_rows(comparison)
+    note = "Change is the last against the first." if len(comparison.runs) > 2 else ""
+    return Table(
+        title, tuple(head), "l" * (1 + (what == "kernel")) + "r" * (len(head) - 1 - (what == "kernel")), tuple(out), note
+    )
+
+
+def _total_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    runs = comparison.runs
+    rows = []
+    for name, values in (
+        ("busy", [run.busy_ns for run in runs]),
+        ("idle", [max(0, run.step_ns - run.busy_ns) for run in runs]),
+        ("step", [run.step_ns for run in runs]),
+    ):
+        cells: list[str] = [name]
+        for run, value in zip(runs, values, strict=True):
+            cells += [ms(value), "", count(run.launches) if name == "busy" else ""]
+        rows.append((*cells, signed_ms(values[-1] - values[0]), signed_percent(values[0], values[-1])))
+    return rows
+
+
+# ---- advice
+
+
+def advice_doc(advice: Advice) -> Doc:
+    batch = f", batch {advice.batch}" if advice.batch is not None else ""
+    intro = (
+        f"{advice.phase}{batch}, {advice.steps} step{'s' * (advice.steps != 1)}: {ms(advice.step_ns)} ms a step, "
+        f"{ms(advice.busy_ns)} busy, {ms(advice.idle_ns)} idle."
+    )
+    rows = tuple(
+        (
+            str(i),
+            candidate.id,
+            takes_text(candidate.takes),
+            ms(candidate.step_ns),
+            percent(candidate.share),
+            _factor(candidate.ceiling),
+            f"{candidate.k:.3g}",
+            _factor(candidate.ceiling_at_k),
+            candidate.confidence,
+            candidate.effort,
+            candidate.risk,
+        )
+        for i, candidate in enumerate(advice.candidates, 1)
+    )
+    head = ("", "candidate", "takes", "ms/step", "of step", "if gone", "k", "at k", "confidence", "effort", "risk")
+    note = "`if gone` is W/(W-x), `at k` is W/(W-x(1-1/k)): both are upper bounds of the step's speed-up."
+    parts: list[Part] = [intro, Table("Candidates, best first", head, "rllrrrrrlll", rows, note)]
+    details = []
+    for candidate in advice.candidates:
+        text = f"{candidate.id}: {candidate.title}. {candidate.why}. Check: {candidate.check}. k: {candidate.k_source}."
+        if candidate.largest:
+            text += f" Largest kernel: {quote(str(short(candidate.largest)))}."
+        details.append(" ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in candidate.notes)]))
+    parts.append(Bullets("Candidates in words", tuple(details)))
+    choice = choice_doc(advice.choice, advice.because, advice.would_change)
+    parts += choice.parts
+    parts.append(Bullets("What this profile cannot say", advice.limits))
+    return Doc(f"What next for {quote(advice.label)}", tuple(parts))
+
+
+def _factor(value: float | None) -> str:
+    return "no bound" if value is None else f"<= {value:.2f}x"
+
+
+# ---- serving results
+
+
+def serving_doc(comparison: ServingComparison) -> Doc:
+    files = comparison.files
+    head = ["", "metric", *(_label(file.label) for file in files), *(Code(f"{_label(file.label)} ratio") for file in files[1:])]
+    align = "ll" + "r" * (2 * len(files) - 1)
+    rows = []
+    for row in comparison.rows:
+        cells = [_serving_cell(cell) for cell in row.cells]
+        ratios = ["-" if ratio is None else f"{ratio:.3f}" for ratio in row.ratios[1:]]
+        rows.append((row.concurrency, metric_name(row), *cells, *ratios))
+    note = "Latencies in ms, medians where a file repeats a concurrency; ratios are over the first file."
+    parts: list[Part] = [Table("By concurrency", tuple(head), align, tuple(rows), note)]
+    if comparison.notes:
+        parts.append(Bullets("Flags", tuple(f"{note.code} ({note.severity}): {note.text}" for note in comparison.notes)))
+    if comparison.refused:
+        reasons = "; ".join(note.text for note in comparison.notes if note.severity == "refuse")
+        parts.append(Bullets("Verdict", (f"no verdict, because {reasons}",)))
+    else:
+        parts.append(
+            Bullets("Verdict", tuple(verdict.text for verdict in comparison.verdicts) or ("no concurrency in common",))
+        )
+    return Doc("Serving results of " + ", ".join(quote(file.label) for file in files), tuple(parts))
+
+
+def metric_name(row: ServingRow) -> str:
+    if row.metric == "output_tps":
+        return "output tok/s"
+    stat, _, metric = row.metric.rpartition("_")
+    return f"{metric.upper()} {stat}"
+
+
+def _serving_cell(cell: ServingCell | None) -> str:
+    if cell is None:
+        return "-"
+    spread = f" ({cell.low:.2f} to {cell.high:.2f}, {cell.runs} runs)" if cell.runs > 1 else ""
+    return f"{cell.value:.2f}{spread}"
+
+
+# ---- for sharing
+
+_PATHS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:;,<>()\[\]{}'\"`]+){2,}")
+
+
+def redact_profile(profile: Profile, index: int) -> Profile:
+    """Without file and host names, paths and what users or engines annotated. GPU and kernel names, times and hashes stay."""
+    sources = tuple(
+        Source(f"trace-{index + 1}" + (f"-{i + 1}" if len(profile.sources) > 1 else ""), s.sha256, s.format, s.bytes)
+        for i, s in enumerate(profile.sources)
+    )
+    secrets = {name for source in profile.sources for name in (source.path, re.split(r"[\\/]", source.path)[-1]) if name}
+
+    def text(value: str) -> str:
+        for secret in sorted(secrets, key=len, reverse=True):
+            value = value.replace(secret, sources[0].path)
+        return _PATHS.sub("<path>", value)
+
+    def votes(items):
+        return tuple(replace(vote, note="") for vote in items)
+
+    devices = tuple(
+        replace(
+            dev,
+            steps=replace(dev.steps, votes=votes(dev.steps.votes)),
+            kernel_rows=tuple(replace(row, name=text(row.name), rule=text(row.rule)) for row in dev.kernel_rows),
+            gaps=tuple(replace(gap, before=text(gap.before), after=text(gap.after)) for gap in dev.gaps),
+            timeline=dev.timeline and replace(dev.timeline, names=tuple(text(name) for name in dev.timeline.names)),
+        )
+        for dev in profile.devices
+    )
+    return replace(
+        profile,
+        sources=sources,
+        devices=devices,
+        phase_votes=votes(profile.phase_votes),
+        warnings=tuple(replace(warning, text=text(warning.text)) for warning in profile.warnings),
+        rules="builtin" if profile.rules == "builtin" else "with user rules",
+        notes=tuple(text(note) for note in profile.notes),
+    )
+
+
+def redact_command(argv: Sequence[str]) -> str:
+    """The command's shape: options stay, paths and free text go."""
+    kept = []
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        kept.append(option + ("=<...>" if equals else "") if word.startswith("--") else "<...>")
+    return " ".join(["deepdecode", argv[0], *kept[1:]]) if argv else "deepdecode"
