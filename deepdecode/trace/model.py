@@ -3,7 +3,7 @@
 Times are integer nanoseconds. A `Trace` counts from its own `origin_ns`; a profile's times count from there too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,12 +59,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the file describes it; an empty name or 0 where it does not say."""
+    """One timeline: a device of one machine. An empty name or 0 where the file does not say."""
 
-    device: int
+    device: int  # the id in the file
+    process: int = 0  # whose launches it runs; the first one where several share it
+    rank: int | None = None
     name: str = ""
     sms: int = 0
-    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class Health:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """GPU activities as columns of one length n, in order of (device, process, start, end)."""
+    """GPU activities as columns of one length n, in order of (gpu, start, end)."""
 
-    device: np.ndarray  # [n] int32, the id in the file
-    process: np.ndarray  # [n] int64, tells ranks and processes apart; with device it names a timeline
+    gpu: np.ndarray  # [n] int32 into Trace.gpus
+    process: np.ndarray  # [n] int64, tells the files of a folder and the processes of a file apart
     stream: np.ndarray  # [n] int64
     start_ns: np.ndarray  # [n] int64, from Trace.origin_ns
     dur_ns: np.ndarray  # [n] int64, >= 0
@@ -140,8 +141,7 @@ class Trace:
     names: tuple[str, ...]
     launches: Launches
     annotations: tuple[Annotation, ...]
-    gpus: tuple[Gpu, ...]
-    ranks: dict[int, int]  # process -> rank, where the file says so
+    gpus: tuple[Gpu, ...]  # those that worked
     origin_ns: int
     health: Health
     notes: tuple[str, ...] = ()  # one sentence each
@@ -312,7 +312,7 @@ class Profile:
     warnings: tuple[Warning, ...]
     overlap_rule: str = OVERLAP_RULE
     rules: str = "builtin"
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def device(self) -> DeviceProfile:

@@ -1,0 +1,369 @@
+"""Kineto / PyTorch Chrome traces: block by block, any layout, damaged events skipped and counted.
+
+A block ends where one event's brace closes and the next one's opens. Should that place lie inside a string or inside
+an event's arguments, the block does not decode, and it is taken apart event by event instead.
+"""
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
+from deepdecode.trace.stream import Progress, Stream
+
+MAX_EVENT = 64 << 20  # bytes without an event's end, or before "traceEvents": not a trace
+MAX_PENDING = 1 << 20
+MAX_NAMES = 100_000  # distinct kernel names; the rest share one
+MAX_ANNOTATIONS = 200_000
+MAX_NS = 1 << 61
+
+GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET}
+RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "privateuse1_runtime", "xpu_runtime", "mtia_ccp_events"}
+ANNOTATIONS = {"user_annotation": False, "gpu_user_annotation": True}
+CAPTURING = ("StreamBeginCapture", "StreamEndCapture", "GraphInstantiate")
+
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_NEXT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:)')
+
+
+class _Args(msgspec.Struct, gc=False):
+    device: Any = None
+    stream: Any = None
+    correlation: Any = None
+    grid: Any = None
+    graph: Any = msgspec.field(default=None, name="graph id")
+    node: Any = msgspec.field(default=None, name="graph node id")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    dur: msgspec.Raw = msgspec.Raw(b"")
+    pid: Any = None
+    tid: Any = None
+    args: _Args | str | int | float | bool | list | None = None
+
+
+_ARGS = ("device", "stream", "correlation", "grid", "graph id", "graph node id")
+HINT = "give a Kineto trace (.json, .json.gz), an Nsight Systems export (.sqlite), or an nsys stats CSV"
+_scanner = json.JSONDecoder(strict=False, parse_float=str)
+_decode = msgspec.json.Decoder(list[_Event]).decode
+_decode_one = msgspec.json.Decoder(_Event).decode
+
+
+def ns(text: bytes) -> int | None:
+    """Microseconds as written -> integer nanoseconds, without passing through a float; None if not a finite number."""
+    text = text.strip(b' "')
+    whole, _, part = text.partition(b".")
+    try:
+        if not part:
+            value = int(whole) * 1000
+        elif len(part) <= 3:
+            value = int(whole or b"0") * 1000
+            value += int(part) * (100, 10, 1)[len(part) - 1] * (-1 if whole.startswith(b"-") else 1)
+        else:
+            value = int(whole or b"0") * 1000
+            value += (int(part[:3]) + (part[3:4] >= b"5")) * (-1 if whole.startswith(b"-") else 1)
+            int(part)  # or it is no number
+    except ValueError:
+        try:
+            exact = float(text) * 1000
+        except ValueError:
+            return None
+        if not math.isfinite(exact):
+            return None
+        value = round(exact)
+    return value if -MAX_NS < value < MAX_NS else None
+
+
+def _int(value: Any, default: int = -1) -> int:
+    if type(value) is int:
+        return value if -MAX_NS < value < MAX_NS else default
+    if isinstance(value, str):
+        digits = value.rsplit(" ", 1)[-1]
+        return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 18 else default
+    if isinstance(value, float) and math.isfinite(value) and abs(value) < MAX_NS:
+        return int(value)
+    return default
+
+
+class Collector:
+    """Columns that grow event by event; shared by the readers of every format and every file of a folder."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.rows = array("q")  # 11 a row: device, process, stream, start, dur, name, kind, correlation, graph, node, blocks
+        self.calls = array("q")  # 6 a call: process, thread, start, dur, correlation, is_graph
+        self.annotations: list[tuple[str, int, int, int, int, bool]] = []  # as model.Annotation
+        self.runtime: list[array[int]] = []  # of each process: correlations of all its runtime calls
+        self.file_of: list[int] = []  # of each process
+        self.ranks: list[int | None] = []  # of each process
+        self.base_ns: dict[int, int] = {}  # of each file: baseTimeNanoseconds
+        self.gpus: dict[tuple[int, int], Gpu] = {}  # (file, device) -> what the file says of it
+        self.notes: list[str] = []
+        self.events = self.bad = self.recovered = self.impossible = self.drops = self.captures = 0
+        self.truncated = self.graph_summary = False
+
+    def process(self, file: int) -> int:
+        """A number for one more process."""
+        self.file_of.append(file)
+        self.ranks.append(None)
+        self.runtime.append(array("q"))
+        return len(self.file_of) - 1
+
+    def name_id(self, name: Any) -> int:
+        found = self.names.get(name) if type(name) is str else None
+        if found is None:
+            name = name if type(name) is str else str(name)
+            if len(self.names) >= MAX_NAMES and name not in self.names:
+                name = "(names past the first 100000)"
+                if name not in self.names:
+                    self.notes.append("more than 100000 distinct kernel names: the rest are counted together")
+            found = self.names.setdefault(name, len(self.names))
+        return found
+
+    def take(self, events: list[_Event], process: int) -> None:
+        """Keep what is GPU work, a launch, or an annotation."""
+        self.events += len(events)
+        runtime = self.runtime[process]
+        for e in events:
+            cat = e.cat
+            if e.ph != "X" or type(cat) is not str or cat == "python_function" or cat == "cpu_op":
+                continue
+            kind = GPU_KINDS.get(cat)
+            if kind is None and cat not in RUNTIME and cat not in ANNOTATIONS:
+                cat = cat.lower()  # 2021 wrote Kernel, Memcpy, Runtime
+                kind = GPU_KINDS.get(cat)
+                if kind is None and cat not in RUNTIME:
+                    continue
+            args = e.args if type(e.args) is _Args else _Args()
+            if kind is not None:
+                start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
+                if start is None or dur is None or dur < 0:
+                    self.impossible += 1
+                    if start is None:
+                        continue
+                    dur = 0
+                blocks = 0
+                if type(args.grid) is list and len(args.grid) == 3:
+                    x, y, z = args.grid
+                    blocks = _int(_int(x, 0) * _int(y, 0) * _int(z, 0), 0)
+                self.rows.extend(
+                    (
+                        _int(args.device if args.device is not None else e.pid, 0),
+                        process,
+                        _int(args.stream if args.stream is not None else e.tid, 0),
+                        start,
+                        dur,
+                        self.name_id(e.name),
+                        kind,
+                        _int(args.correlation),
+                        _int(args.graph),
+                        _int(args.node),
+                        max(blocks, 0),
+                    )
+                )
+            elif cat in RUNTIME:
+                name = e.name if type(e.name) is str else ""
+                correlation = _int(args.correlation)
+                if correlation > 0:
+                    runtime.append(correlation)
+                if ("aunch" in name and "HostFunc" not in name) or "Memcpy" in name or "Memset" in name:
+                    start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
+                    if start is not None:
+                        graph = "GraphLaunch" in name
+                        self.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), correlation, graph))
+                elif any(word in name for word in CAPTURING):
+                    self.captures += 1
+            elif len(self.annotations) < MAX_ANNOTATIONS:
+                start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
+                if start is not None:
+                    name = e.name if type(e.name) is str else str(e.name)
+                    gpu = ANNOTATIONS[cat]
+                    self.annotations.append((name[:512], start, max(dur or 0, 0), process, _int(e.tid, 0), gpu))
+
+    def take_damaged(self, body: bytes, process: int, last: bool) -> tuple[bytes, bytes | None]:
+        """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen."""
+        good: list[_Event] = []
+        lenient = bad = 0
+        pending, joined = b"", 0
+        tail = None
+        for piece in _pieces(body):
+            event = _strict(piece)
+            if event is not None:
+                bad += joined
+                pending, joined = b"", 0
+                good.append(event)
+                continue
+            # pieces that were cut inside one event's arguments belong together
+            if pending and joined < 16 and (event := _strict(pending + b"," + piece)) is not None:
+                pending, joined = b"", 0
+                good.append(event)
+                continue
+            events, rest = _lenient(piece)
+            lenient += len(events)
+            good += events
+            if rest.startswith(b"]"):
+                lenient -= 1 if len(events) == 1 else 0  # the last event of a sound file
+                tail = rest
+                break
+            if not rest:
+                bad += joined
+                pending, joined = b"", 0
+            elif joined < 16:
+                pending, joined = (pending + b"," + piece if pending else piece), joined + 1
+            else:
+                bad += joined
+                pending, joined = piece, 1
+        if last or tail is not None or len(pending) > MAX_PENDING:
+            bad += joined
+            pending = b""
+        self.bad += bad
+        if bad or lenient:
+            self.recovered += len(good)
+        self.take(good, process)
+        return pending, tail
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    at = 0
+    for match in _NEXT.finditer(body):
+        yield body[at : match.start() + 1]
+        at = match.end()
+    if last := body[at:].strip(b", \t\r\n"):
+        yield last
+
+
+def _strict(piece: bytes) -> _Event | None:
+    try:
+        return _decode_one(piece)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _lenient(piece: bytes) -> tuple[list[_Event], bytes]:
+    """Events with control characters, NaN or bad UTF-8 let through, and the bytes after them."""
+    text = piece.decode("utf-8", "replace")
+    events: list[_Event] = []
+    at = 0
+    while at < len(text) and text[at] != "]":
+        try:
+            fields, at = _scanner.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(fields, dict):
+            break
+        args = fields.get("args")
+        args = _Args(*(args.get(k) for k in _ARGS)) if isinstance(args, dict) else None
+        ts, dur = (msgspec.Raw(str(fields.get(k, "")).encode("utf-8", "replace")) for k in ("ts", "dur"))
+        event = _Event(
+            fields.get("ph"), fields.get("cat"), fields.get("name"), ts, dur, fields.get("pid"), fields.get("tid"), args
+        )
+        events.append(event)
+        while at < len(text) and text[at] in ", \t\r\n":
+            at += 1
+    return events, text[at:].encode("utf-8", "replace")
+
+
+def read(path: Path, file: int, into: Collector, progress: Progress | None = None) -> Source:
+    """Read one file into the collector."""
+    stream = Stream(path, progress)
+    process = into.process(file)
+    head, rest, tail = b"", b"", None
+    started = False
+    for block in stream:
+        if not started:
+            head += block
+            if (at := _start(head)) is None:
+                if len(head) > MAX_EVENT:
+                    raise TraceError(
+                        f"{path}: file must hold a list of trace events, got none in its first {MAX_EVENT >> 20} MB"
+                    )
+                continue
+            head, block, started = head[:at], head[at:], True
+        if tail is not None:
+            if len(tail) < MAX_EVENT >> 3:
+                tail += block
+            continue
+        cut = _last_boundary(block)
+        if cut is None:
+            rest += block
+            if len(rest) > MAX_EVENT:
+                raise TraceError(
+                    f"{path}: an event must be under {MAX_EVENT >> 20} MB, got no end of one in {len(rest) >> 20} MB"
+                )
+            continue
+        try:
+            events = _decode(b"".join((b"[", rest, memoryview(block)[: cut[0]], b"]")))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pending, tail = into.take_damaged(rest + block[: cut[0]], process, last=False)
+            if tail is not None:
+                tail += b"," + block[cut[1] :]
+                continue
+            rest = (pending + b"," if pending else b"") + block[cut[1] :]
+        else:
+            into.take(events, process)
+            del events
+            rest = block[cut[1] :]
+    if not started:
+        raise TraceError(f"{path}: file must be a profiler trace, got {_what(head)}", HINT)
+    if tail is None:
+        _, tail = into.take_damaged(rest, process, last=True)
+    into.truncated |= stream.truncated or tail is None
+    _facts(head, tail or b"", file, process, into)
+    return Source(str(path), stream.sha256, "kineto", stream.size)
+
+
+def _start(head: bytes) -> int | None:
+    """Where the first event would begin."""
+    if match := _EVENTS.search(head):
+        return match.end()
+    text = head[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
+    return head.index(b"[") + 1 if text.startswith(b"[") else None
+
+
+def _last_boundary(block: bytes) -> tuple[int, int] | None:
+    for start in (max(0, len(block) - (1 << 16)), 0):
+        if found := list(_BETWEEN.finditer(block, start)):
+            return found[-1].start() + 1, found[-1].end() - 1
+    return None
+
+
+def _what(head: bytes) -> str:
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not text:
+        return "an empty file"
+    return 'JSON without "traceEvents"' if text.startswith(b"{") else "something else"
+
+
+def _facts(head: bytes, tail: bytes, file: int, process: int, into: Collector) -> None:
+    """Device names, rank and base time, from what stands before and after the events."""
+    facts: dict[str, Any] = {}
+    head = head[: m.start()] if (m := _EVENTS.search(head)) else b""
+    for text in (head.rstrip(b", \t\r\n") + b"}", b"{" + tail.lstrip(b"], \t\r\n")):
+        try:
+            found = json.loads(text.decode("utf-8", "replace").lstrip("\ufeff"), strict=False)
+        except (ValueError, RecursionError):
+            continue
+        facts.update(found if isinstance(found, dict) else {})
+    rank = facts.get("distributedInfo")
+    rank = _int(rank.get("rank")) if isinstance(rank, dict) else -1
+    into.ranks[process] = rank if rank >= 0 else None
+    into.base_ns[file] = max(0, _int(facts.get("baseTimeNanoseconds"), 0))
+    properties = facts.get("deviceProperties")
+    for p in properties if isinstance(properties, list) else []:
+        if isinstance(p, dict):
+            name = p.get("name")
+            device = _int(p.get("id"), 0)
+            into.gpus[file, device] = Gpu(
+                device, process, None, name if isinstance(name, str) else "", max(0, _int(p.get("numSms"), 0))
+            )
