@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from deepdecode.config import ModelConfig
-from deepdecode.ops._check import expect
+from deepdecode.ops._check import expect, readable
 from deepdecode.ops.rows import FLOAT_FORMATS, PagedRows, allocate, page_bytes, row_bytes
 from deepdecode.ops.table import CompressorState, LayerCache, Step
 
@@ -262,7 +262,7 @@ class KVCache:
             raise ValueError(f"step: tokens must have at least one row, got {T}")
         expect("step: positions", positions, (T,), torch.int32, device)
         expect("step: slots", slots, (T,), torch.int32, device)
-        if device.type == "cpu":
+        if readable(positions):
             self._check_step(positions, slots, prefill)
         live = (slots >= 0) & (slots < self.slots)
         at, slot = torch.where(live, positions, 0).long(), torch.where(live, slots, 0).long()
@@ -325,7 +325,7 @@ class KVCache:
         """Columns of entry_indices."""
         if 128 not in self.ratios:
             return 0
-        if self.device.type == "cpu" or (prefill and width is None):
+        if readable(entries) or (prefill and width is None):
             need = int(entries.max())
             if width is not None and width < need:
                 raise ValueError(f"step: width must be at least {need}, the most entries a token sees, got {width}")

@@ -62,6 +62,11 @@ def use_kernel(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and os.environ.get("DEEPDECODE_REFERENCE") != "1"
 
 
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a look at the tensor's values is free: on a GPU it would stop the host, and break a graph."""
+    return tensor.device.type == "cpu"
+
+
 def fall_back(op: str, shape: str, reason: str) -> None:
     """Say once per op, shape and reason that the reference runs; DEEPDECODE_STRICT=1 makes it an error."""
     line = f"{op}: no kernel for {shape}: {reason}; the reference runs"

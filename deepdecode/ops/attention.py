@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, wide
+from deepdecode.ops._check import FLOATS, expect, readable, wide
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -48,8 +48,8 @@ def sparse_attn_ref(
 def _gather(cache: PagedRows, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [T, K, D], zeros where there is none, and which lanes hold a key, bool [T, K]."""
     K = indices.shape[1]
-    if K and lens.device.type == "cpu":
-        # lanes past every length: cheap to know here, a host sync on a GPU
+    if K and readable(lens):
+        # leave out lanes past every length
         K = int(lens.max().clamp(0, K))
         indices = indices[:, :K]
     seen = (torch.arange(K, device=lens.device) < lens[:, None]) & (indices >= 0) & (indices < cache.num_rows)

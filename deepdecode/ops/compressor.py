@@ -9,7 +9,7 @@ The first block of a sequence has no previous one. The entry of block n belongs 
 
 import torch
 
-from deepdecode.ops._check import expect
+from deepdecode.ops._check import expect, readable
 from deepdecode.ops.norm import rms_norm
 from deepdecode.ops.rows import put_rows
 from deepdecode.ops.table import CompressorState, CompressorWeights, Step
@@ -105,7 +105,7 @@ def compress(
 def _ends(positions: Tensor, live: Tensor, ratio: int, prefill: bool) -> Tensor:
     """Rows of the step that may complete an entry, all that do among them, each once."""
     T = positions.shape[0]
-    if positions.device.type == "cpu":
+    if readable(positions):
         return (live & ((positions + 1) % ratio == 0)).nonzero().flatten()
     if not prefill:
         return torch.arange(T, device=positions.device)

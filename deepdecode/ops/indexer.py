@@ -7,7 +7,7 @@ The weights are signed and raw: no softmax, no sigmoid. Query and keys carry the
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect
+from deepdecode.ops._check import FLOATS, expect, readable
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -65,15 +65,15 @@ def index_topk(
     live = (slots >= 0) & (slots < block_tables.shape[0])
     N = block_tables.shape[1] * keys.page_size
     lens = torch.where(live, lens, 0).clamp(0, N)
-    if device.type == "cpu":
-        # what no token sees: cheap to know here, a host sync on a GPU
+    if readable(lens):
+        # leave out what no token sees
         N = int(lens.max()) if T else 0
     indices = torch.full((T, topk), -1, dtype=torch.int32, device=device)
     found = torch.zeros(T, dtype=torch.int32, device=device)
     if not T or not N:
         return indices, found
     # a prefill's tokens share their sequence's keys
-    shared = device.type == "cpu" and T > 1 and bool((slots == slots[0]).all())
+    shared = readable(slots) and T > 1 and bool((slots == slots[0]).all())
     dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
     # [T, N] at most: physical rows, scores, and a few masks
     step = max(1, _CHUNK_BYTES // (32 * N))
@@ -83,8 +83,8 @@ def index_topk(
         rows = _physical(table[:1] if shared else table, keys, N)
         entry = torch.arange(N, device=device)
         visible = (entry < lens[part, None]) & (rows >= 0)
-        if device.type == "cpu" and topk >= N:
-            # everything is chosen: no score can change that
+        if topk >= N:
+            # all that is visible is chosen: no score can change that
             chosen = visible
         else:
             logits = _scores(index_q[part].to(dtype), index_weights[part].to(dtype), keys, rows)
