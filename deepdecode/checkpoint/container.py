@@ -179,5 +179,5 @@ def append(file: BinaryIO, tensor: torch.Tensor) -> int:
     """Write a tensor's bytes; how many."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel():
-        file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.write(flat.view(torch.uint8).numpy().data)
     return flat.numel() * flat.element_size()

@@ -106,6 +106,20 @@ def _compressor(config: ModelConfig, prefix: str, ratio: int, dim: int) -> dict[
     }
 
 
+_SHARDS = (
+    (re.compile(r"^layers\.\d+\.attn\.(?:wq_b\.|wo_a\.|attn_sink)"), "heads", 0),
+    (re.compile(r"^layers\.\d+\.attn\.wo_b\."), "heads", 1),
+    (re.compile(r"^layers\.\d+\.ffn\.(?:experts\.\d+|shared_experts)\.w[13]\."), "width", 0),
+    (re.compile(r"^layers\.\d+\.ffn\.(?:experts\.\d+|shared_experts)\.w2\."), "width", 1),
+    (re.compile(r"^head\."), "vocab", 0),
+)
+
+
+def shard(name: str) -> tuple[str, int] | None:
+    """What tensor parallelism cuts this tensor by, and along which dimension; None: it is whole on every rank."""
+    return next(((what, dim) for pattern, what, dim in _SHARDS if pattern.match(name)), None)
+
+
 def packing(spec: Spec, expert_dtype: str) -> Literal["fp4", "fp8", None]:
     """How the official checkpoint packs this weight; None: not at all."""
     if spec.kind not in ("dense", "expert") or expert_dtype == "float":

@@ -6,83 +6,22 @@ from the mapped files. FP8 and FP4 stay packed.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from deepdecode.checkpoint.container import DTYPES, CheckpointError, Stored, TensorFile, open_file
-from deepdecode.checkpoint.layout import PLAIN, faults, official_name, scale_name, stacked, tensor_specs
-from deepdecode.config import ModelConfig, read_config_notes, read_json, shown
+from deepdecode.checkpoint.container import DTYPES, CheckpointError
+from deepdecode.checkpoint.layout import PLAIN, scale_name, shard, tensor_specs
+from deepdecode.checkpoint.open import Checkpoint, open_checkpoint
+from deepdecode.config import ModelConfig
 from deepdecode.model import LayerWeights, ModelWeights
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.table import AttnWeights, CompressorWeights, HeadWeights, MhcSite, MoeWeights
 
-INDEX = "model.safetensors.index.json"
 BLOCK = 128  # rows and columns that share a scale in FP8
 GROUP = 32  # columns that share a scale in FP4
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor under its official name: a stored tensor, or one expert's part of a stored stack."""
-
-    stored: Stored
-    expert: int | None = None
-    half: int | None = None
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.expert is None:
-            return self.stored.shape
-        rows, *rest = self.stored.shape[1:]
-        return (rows if self.half is None else rows // 2, *rest)
-
-    def read(self) -> torch.Tensor:
-        tensor = self.stored.read()
-        if self.expert is not None:
-            tensor = tensor[self.expert]
-            if self.half is not None:
-                tensor = tensor[self.half * len(tensor) // 2 : (self.half + 1) * len(tensor) // 2]
-        return tensor
-
-
-@dataclass
-class Checkpoint:
-    """A checkpoint on disk, under official names. Nothing but headers is read until a tensor is.
-
-    notes: what was assumed or skipped, as sentences. drafts: tensors of draft layers, which nothing here loads.
-    """
-
-    path: Path
-    config: ModelConfig
-    notes: list[str] = field(default_factory=list)
-    files: list[TensorFile] = field(default_factory=list)
-    tensors: dict[str, Piece] = field(default_factory=dict)
-    drafts: dict[str, Stored] = field(default_factory=dict)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def dtype(self, name: str) -> str:
-        return self.tensors[name].dtype
-
-    def get(self, name: str) -> torch.Tensor:
-        """A read-only view of the mapped file; scales are checked for the E8M0 code that means NaN."""
-        piece = self.tensors[name]
-        tensor = piece.read()
-        if piece.dtype == "F8_E8M0" and bool((tensor.view(torch.uint8) == 255).any()):
-            raise CheckpointError(f"{shown(piece.stored.file.path.name)}: {name} must not hold NaN (code 255)")
-        return tensor
-
-    def done(self, name: str) -> None:
-        self.tensors[name].stored.release()
 
 
 class Source(Protocol):
@@ -94,107 +33,6 @@ class Source(Protocol):
     def dtype(self, name: str) -> str: ...
     def get(self, name: str) -> torch.Tensor: ...
     def done(self, name: str) -> None: ...
-
-
-def open_checkpoint(path: str | os.PathLike[str], *, found: list[str] | None = None) -> Checkpoint:
-    """Open a directory of safetensors files and check that it is whole.
-
-    Args:
-        path: the directory; official names, transformers' or vLLM's. Symbolic links are followed.
-        found: collects every fault; without it the first one raises. With it, the checkpoint holds what could be read.
-
-    Raises:
-        CheckpointError: the first fault, in one sentence.
-        ConfigError: config.json cannot be used; no checkpoint without it.
-    """
-
-    def fault(text: str) -> None:
-        if found is None:
-            raise CheckpointError(text)
-        found.append(text)
-
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{shown(path.name)}: must be a checkpoint's directory, found {'a file' if path.exists() else 'none'}"
-        )
-    config, notes = read_config_notes(path)
-    checkpoint = Checkpoint(path, config, notes)
-    where = dict[str, str]()
-    for file in _open_files(path, fault, found is not None):
-        checkpoint.files.append(file)
-        for name, piece in _pieces(file):
-            if name is None or name.startswith("mtp."):
-                checkpoint.drafts[piece.stored.name] = piece.stored
-            elif name in checkpoint.tensors:
-                fault(f"{shown(file.path.name)}: {shown(name)} stands twice, also in {where[name]}")
-            else:
-                checkpoint.tensors[name] = piece
-                where[name] = shown(file.path.name)
-    if checkpoint.drafts and not any("(mtp.*) skipped" in note for note in notes):
-        notes.append(f"{len(checkpoint.drafts)} tensors of draft layers (mtp.*) skipped")
-    if checkpoint.files:
-        for text in faults(config, checkpoint.tensors, where):
-            fault(text)
-    return checkpoint
-
-
-def _open_files(path: Path, fault, go_on: bool) -> Iterator[TensorFile]:
-    index, listed = path / INDEX, None
-    if index.exists():
-        try:
-            listed = _read_index(index)
-        except CheckpointError as problem:
-            fault(str(problem))
-    names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in path.glob("*.safetensors"))
-    if not names:
-        pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
-        if pickles:
-            fault(
-                f"{shown(pickles[0])}: is a pickle, which can run code when it is read; "
-                "a checkpoint must be *.safetensors files"
-            )
-        else:
-            fault(f"{shown(path.name)}: holds no *.safetensors file")
-    for name in names:
-        try:
-            file = open_file(path / name)
-        except CheckpointError as problem:
-            if not go_on:
-                raise
-            fault(str(problem))
-            continue
-        if listed is not None:
-            for tensor, at in listed.items():
-                if at == name and tensor not in file.tensors:
-                    fault(f"{INDEX}: {shown(tensor)} must be in {shown(name)}, which does not hold it")
-            for tensor in file.tensors:
-                if listed.get(tensor) != name:
-                    fault(f"{shown(name)}: {shown(tensor)} is not listed there by {INDEX}")
-        yield file
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    listed = read_json(index, CheckpointError).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{INDEX}: weight_map must name the file of each tensor, got {shown(listed)}")
-    for name in {repr(name): name for name in listed.values()}.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f]+\.safetensors", name) or name.startswith("."):
-            raise CheckpointError(f"{INDEX}: a file must be a plain name ending in .safetensors, got {shown(name)}")
-    return listed
-
-
-def _pieces(file: TensorFile) -> Iterator[tuple[str | None, Piece]]:
-    for stored in file.tensors.values():
-        name = official_name(stored.name)
-        stack = None if name is None else stacked(name)
-        if stack is None or len(stored.shape) != 3 or stored.shape[0] > 1 << 16:
-            yield name, Piece(stored)
-            continue
-        prefix, parts, suffix = stack
-        for e in range(stored.shape[0]):
-            for half, part in enumerate(parts):
-                yield f"{prefix}.{e}.{part}{suffix}", Piece(stored, e, half if len(parts) == 2 else None)
 
 
 @dataclass(frozen=True)
@@ -274,12 +112,8 @@ def assemble(source: Source, cut: Cut, device: torch.device, dtype: torch.dtype 
         raise ValueError(f"load_model: dtype must be None, bfloat16, float32 or float64, got {dtype}")
     make = _Maker(source, cut, device, dtype)
     layers = [make.layer(i) for i in range(source.config.num_layers)]
-    head = HeadWeights(make.site("hc_head_"), make.plain("norm.weight"), make.weight([("head.weight", cut.vocab, None)]))
+    head = HeadWeights(make.site("hc_head_"), make.plain("norm.weight"), make.weight("head.weight"))
     return ModelWeights(source.config, make.plain("embed.weight"), layers, head)
-
-
-# a weight's name, and which (ways, rank) part of its rows and of its columns is taken
-Part = tuple[str, tuple[int, int] | None, tuple[int, int] | None]
 
 
 class _Maker:
@@ -299,23 +133,21 @@ class _Maker:
         )
 
     def attention(self, at: str, ratio: int) -> AttnWeights:
-        heads = self.cut.heads
-        rest: list[str] = []
-        q_b: list[Part] = [(at + "wq_b.weight", heads, None)]
+        rest, q_b = [], [at + "wq_b.weight"]
         if ratio:
             rest += [at + "compressor.wkv.weight", at + "compressor.wgate.weight"]
         if ratio == 4:
             rest += [at + f"indexer.{name}.weight" for name in ("compressor.wkv", "compressor.wgate", "weights_proj")]
-            q_b.append((at + "indexer.wq_b.weight", None, None))
+            q_b.append(at + "indexer.wq_b.weight")
         return AttnWeights(
-            q_kv=self.weight([(at + "wq_a.weight", None, None), (at + "wkv.weight", None, None)]),
-            rest=self.weight([(name, None, None) for name in rest]) if rest else None,
+            q_kv=self.weight(at + "wq_a.weight", at + "wkv.weight"),
+            rest=self.weight(*rest) if rest else None,
             q_norm=self.plain(at + "q_norm.weight"),
             kv_norm=self.plain(at + "kv_norm.weight"),
-            q_b=self.weight(q_b),
-            sink=self.plain(at + "attn_sink", heads),
-            wo_a=self.weight([(at + "wo_a.weight", heads, None)]),
-            wo_b=self.weight([(at + "wo_b.weight", None, heads)]),
+            q_b=self.weight(*q_b),
+            sink=self.plain(at + "attn_sink"),
+            wo_a=self.weight(at + "wo_a.weight"),
+            wo_b=self.weight(at + "wo_b.weight"),
             compressor=self.compressor(at + "compressor.") if ratio else None,
             index_compressor=self.compressor(at + "indexer.compressor.") if ratio == 4 else None,
         )
@@ -326,16 +158,16 @@ class _Maker:
     def moe(self, at: str) -> MoeWeights:
         ways, rank = self.cut.experts
         count = self.source.config.num_experts // ways
-        mine, width = range(rank * count, (rank + 1) * count), self.cut.width
+        mine = range(rank * count, (rank + 1) * count)
         ids, bias = at + "gate.tid2eid", at + "gate.bias"
         return MoeWeights(
             gate=self.plain(at + "gate.weight"),
             bias=self.plain(bias) if bias in self.specs else None,
             tid2eid=self.expert_ids(ids) if ids in self.specs else None,
-            w13=self.stack([[(f"{at}experts.{e}.{w}.weight", width, None) for w in ("w1", "w3")] for e in mine]),
-            w2=self.stack([[(f"{at}experts.{e}.w2.weight", None, width)] for e in mine]),
-            shared13=self.weight([(f"{at}shared_experts.{w}.weight", width, None) for w in ("w1", "w3")]),
-            shared2=self.weight([(f"{at}shared_experts.w2.weight", None, width)]),
+            w13=self.stack([[f"{at}experts.{e}.{w}.weight" for w in ("w1", "w3")] for e in mine]),
+            w2=self.stack([[f"{at}experts.{e}.w2.weight"] for e in mine]),
+            shared13=self.weight(at + "shared_experts.w1.weight", at + "shared_experts.w3.weight"),
+            shared2=self.weight(at + "shared_experts.w2.weight"),
             first_expert=mine.start,
         )
 
@@ -350,9 +182,9 @@ class _Maker:
         self.source.done(name)
         return out
 
-    def plain(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """An unquantised tensor, or its part of the first dimension."""
-        tensor = _part(self.source.get(name), rows, None)
+    def plain(self, name: str) -> torch.Tensor:
+        """An unquantised tensor, or this rank's part of it."""
+        tensor = self.part(name, name)
         dtype = self.dtype or tensor.dtype
         if self.specs[name].kind == "f32":
             dtype = torch.float64 if self.dtype == torch.float64 else torch.float32 if self.dtype else tensor.dtype
@@ -360,72 +192,78 @@ class _Maker:
         self.source.done(name)
         return out
 
-    def weight(self, parts: Sequence[Part]) -> Weight:
-        """The parts under one another."""
-        stack = self.stack([parts])
+    def weight(self, *names: str) -> Weight:
+        """These weights under one another."""
+        stack = self.stack([names])
         return Weight(stack.data[0], None if stack.scale is None else stack.scale[0])
 
-    def stack(self, experts: Sequence[Sequence[Part]]) -> Weight:
+    def stack(self, experts: Sequence[Sequence[str]]) -> Weight:
         """The same for each expert."""
-        names = [name for parts in experts for name, _, _ in parts]
-        forms = {self.form(name): name for name in reversed(names)}
+        forms: dict[tuple[str, str | None], str] = {}
+        for name in (name for names in experts for name in names):
+            forms.setdefault(self.form(name), name)
         plain = all(dtype in PLAIN for dtype, _ in forms)
         if not plain and len(forms) > 1:
-            (one, first), (other, second) = list(forms.items())[-2:][::-1]
+            (one, first), (other, second) = list(forms.items())[:2]
             raise CheckpointError(f"{second} must be stored as {first} is, {_said(one)}, got {_said(other)}")
         dtype, scale_dtype = next(iter(forms))
-        rows = [self.part_rows(experts[0], i, dtype) for i in range(len(experts[0]))]
-        first, _, col_part = experts[0][0]
-        cols = self.part_size(first, col_part, dtype, dim=1)
-        lead = (len(experts), sum(rows))
+        rows = self.rows(experts[0], dtype)
+        cols = self.part_size(experts[0][0], dtype, 1)
+        lead = (len(experts), rows)
         if plain:
             stored = max((DTYPES[dtype] for dtype, _ in forms), key=lambda dtype: dtype.itemsize)
             weight = Weight(torch.empty(*lead, cols, dtype=self.dtype or stored, device=self.device))
         elif dtype == "I8":
-            weight = Weight(
-                torch.empty(*lead, cols // 2, dtype=torch.uint8, device=self.device),
-                self.empty((*lead, cols // GROUP), torch.float8_e8m0fnu),
-            )
+            codes = torch.empty(*lead, cols // 2, dtype=torch.uint8, device=self.device)
+            weight = Weight(codes, self.empty((*lead, cols // GROUP), torch.float8_e8m0fnu))
         else:
             assert scale_dtype is not None
-            blocks = (lead[0], -(-lead[1] // BLOCK), -(-cols // BLOCK))
+            blocks = (len(experts), -(-rows // BLOCK), -(-cols // BLOCK))
             weight = Weight(self.empty((*lead, cols), torch.float8_e4m3fn), self.empty(blocks, DTYPES[scale_dtype]))
-        for e, parts in enumerate(experts):
+        for e, names in enumerate(experts):
             at = scale_at = 0
-            for name, row_part, col_part in parts:
-                at += self.copy(weight.data[e], at, name, row_part, col_part)
+            for name in names:
+                at += self.copy(name, name, weight.data[e], at)
                 if weight.scale is not None:
-                    scale_at += self.copy(weight.scale[e], scale_at, scale_name(name), row_part, col_part)
+                    scale_at += self.copy(scale_name(name), name, weight.scale[e], scale_at)
         return weight
 
     def form(self, name: str) -> tuple[str, str | None]:
         scale = scale_name(name)
         return self.source.dtype(name), self.source.dtype(scale) if scale in self.source else None
 
-    def part_rows(self, parts: Sequence[Part], i: int, dtype: str) -> int:
-        name, rows, _ = parts[i]
-        size = self.part_size(name, rows, dtype, dim=0)
-        if dtype == "F8_E4M3" and i + 1 < len(parts) and size % BLOCK:
-            raise CheckpointError(f"{name} must have a multiple of {BLOCK} rows to stand above {parts[i + 1][0]}, got {size}")
-        return size
+    def rows(self, names: Sequence[str], dtype: str) -> int:
+        sizes = [self.part_size(name, dtype, 0) for name in names]
+        for name, below, size in zip(names, names[1:], sizes, strict=False):
+            if dtype == "F8_E4M3" and size % BLOCK:
+                raise CheckpointError(f"{name} must have a multiple of {BLOCK} rows to stand above {below}, got {size}")
+        return sum(sizes)
 
-    def part_size(self, name: str, part: tuple[int, int] | None, dtype: str, *, dim: int) -> int:
-        """Rows or columns of one rank's part, which must hold whole blocks of scales."""
-        size, ways = self.specs[name].shape[dim], 1 if part is None else part[0]
+    def ways(self, name: str) -> tuple[int, int, int]:
+        """Dimension that is cut, into how many parts, and which is ours."""
+        what = shard(name)
+        return (0, 1, 0) if what is None else (what[1], *getattr(self.cut, what[0]))
+
+    def part_size(self, name: str, dtype: str, dim: int) -> int:
+        """Rows or columns of this rank's part, which must hold whole blocks of scales."""
+        size, (cut_dim, ways, _) = self.specs[name].shape[dim], self.ways(name)
+        ways = ways if dim == cut_dim else 1
         unit = {"F8_E4M3": BLOCK, "I8": (1, GROUP)[dim]}.get(dtype, 1)
-        if size % ways or (ways > 1 and size // ways % unit):
+        if ways > 1 and (size % ways or size // ways % unit):
             what = ("rows", "columns")[dim]
             raise ValueError(f"load_model: slice must keep blocks of {unit} {what} whole, got {size} / {ways} in {name}")
         return size // ways
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `torch.empty`, which cannot be told to make 8-bit floats everywhere."""
-        raw = torch.empty(*shape[:-1], shape[-1] * dtype.itemsize, dtype=torch.uint8, device=self.device)
-        return raw.view(dtype)
+    def part(self, name: str, weight: str) -> torch.Tensor:
+        """This rank's part of a tensor, a weight or its scale."""
+        dim, ways, rank = self.ways(weight)
+        tensor = self.source.get(name)
+        size = tensor.shape[dim] // ways
+        return tensor if ways == 1 else tensor.narrow(dim, rank * size, size)
 
-    def copy(self, into: torch.Tensor, at: int, name: str, rows: tuple[int, int] | None, cols: tuple[int, int] | None) -> int:
-        """Copy a part of a tensor to row `at`; how many rows."""
-        part = _part(self.source.get(name), rows, cols)
+    def copy(self, name: str, weight: str, into: torch.Tensor, at: int) -> int:
+        """Copy this rank's part of a tensor to row `at`; how many rows."""
+        part = self.part(name, weight)
         target = into[at : at + len(part)]
         if part.dtype.itemsize == 1:
             target.view(torch.uint8).copy_(part.view(torch.uint8))
@@ -434,14 +272,11 @@ class _Maker:
         self.source.done(name)
         return len(part)
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `torch.empty`, which cannot be told to make 8-bit floats everywhere."""
+        raw = torch.empty(*shape[:-1], shape[-1] * dtype.itemsize, dtype=torch.uint8, device=self.device)
+        return raw.view(dtype)
+
 
 def _said(form: tuple[str, str | None]) -> str:
     return form[0] if form[1] is None else f"{form[0]} with {form[1]} scales"
-
-
-def _part(tensor: torch.Tensor, rows: tuple[int, int] | None, cols: tuple[int, int] | None) -> torch.Tensor:
-    for dim, part in enumerate((rows, cols)):
-        if part is not None:
-            size = tensor.shape[dim] // part[0]
-            tensor = tensor.narrow(dim, part[1] * size, size)
-    return tensor

@@ -15,7 +15,8 @@ import torch
 
 from deepdecode.checkpoint.container import DTYPE_NAMES, DTYPES, CheckpointError, append, header_bytes
 from deepdecode.checkpoint.layout import Spec, faults, packed_shapes, packing, scale_name, tensor_specs
-from deepdecode.checkpoint.load import INDEX, assemble, parse_cut
+from deepdecode.checkpoint.load import assemble, parse_cut
+from deepdecode.checkpoint.open import INDEX
 from deepdecode.config import ModelConfig, config_json, shown
 from deepdecode.model import ModelWeights
 
