@@ -1,7 +1,7 @@
 """E4M3, E2M1 and E8M0 codes, their scales, and weights as they are stored.
 
-Decoding is a table look-up, so it is exact over all 256 codes, NaNs included. On a CPU it is also many times faster than
-converting: 0.8 ns an E4M3 code against 20 ns for `.float()` (torch 2.13, 2 cores, a [1024, 512] weight).
+Decoding is a table look-up, so it is exact over all 256 codes, NaNs included, and on a CPU faster than converting: 1.2 ms
+against 3.4 ms for `.float()` of a [1024, 512] E4M3 weight (torch 2.13, one thread).
 E8M0 scales are powers of two, so a dequantised value is exact in float32 and in bfloat16, but for their ranges.
 """
 
