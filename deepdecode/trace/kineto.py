@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
 from deepdecode.trace.stream import Progress, Stream
@@ -23,10 +24,18 @@ MAX_NAMES = 100_000  # distinct kernel names; the rest share one
 MAX_ANNOTATIONS = 200_000
 MAX_NS = 1 << 61
 
-GPU_KINDS = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET}
-RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "privateuse1_runtime", "xpu_runtime", "mtia_ccp_events"}
-ANNOTATIONS = {"user_annotation": False, "gpu_user_annotation": True}
-CAPTURING = ("StreamBeginCapture", "StreamEndCapture", "GraphInstantiate")
+NOT_A_TIME = -(1 << 62)
+MAX_US = MAX_NS // 1000
+ROW, CALLS = 11, 6  # columns of Collector.rows and .calls
+
+# 2021 wrote Kernel, Memcpy, Memset, Runtime
+KINDS = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET}
+KINDS |= {cat.capitalize(): kind for cat, kind in KINDS.items()}
+WORK, CALL, NOTE = 0, 1, 2
+GROUPS = dict.fromkeys(KINDS, WORK)
+GROUPS |= dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "Runtime", "hip_runtime", "privateuse1_runtime"), CALL)
+GROUPS |= dict.fromkeys(("user_annotation", "gpu_user_annotation"), NOTE)
+LAUNCH, GRAPH_LAUNCH, CAPTURES = 1, 2, 3
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
@@ -37,15 +46,15 @@ class _Args(msgspec.Struct, gc=False):
     device: Any = None
     stream: Any = None
     correlation: Any = None
-    grid: Any = None
+    grid: list[int] | str | int | float | None = None
     graph: Any = msgspec.field(default=None, name="graph id")
     node: Any = msgspec.field(default=None, name="graph node id")
 
 
 class _Event(msgspec.Struct, gc=False):
-    ph: Any = None
-    cat: Any = None
-    name: Any = None
+    ph: str | None = None
+    cat: str | None = None
+    name: str | int | float | None = None
     ts: msgspec.Raw = msgspec.Raw(b"")
     dur: msgspec.Raw = msgspec.Raw(b"")
     pid: Any = None
@@ -53,11 +62,22 @@ class _Event(msgspec.Struct, gc=False):
     args: _Args | str | int | float | bool | list | None = None
 
 
+_PLAIN = re.compile(rb"[0-9. ]*")
+_NO_ARGS = _Args()
 _ARGS = ("device", "stream", "correlation", "grid", "graph id", "graph node id")
 HINT = "give a Kineto trace (.json, .json.gz), an Nsight Systems export (.sqlite), or an nsys stats CSV"
 _scanner = json.JSONDecoder(strict=False, parse_float=str)
 _decode = msgspec.json.Decoder(list[_Event]).decode
 _decode_one = msgspec.json.Decoder(_Event).decode
+
+
+def call_kind(name: str) -> int:
+    """LAUNCH, GRAPH_LAUNCH, CAPTURES, or 0 for a runtime call that neither works nor captures."""
+    if "aunch" in name:
+        return GRAPH_LAUNCH if "GraphLaunch" in name else 0 if "HostFunc" in name else LAUNCH
+    if "Memcpy" in name or "Memset" in name:
+        return LAUNCH
+    return CAPTURES if any(w in name for w in ("StreamBeginCapture", "StreamEndCapture", "GraphInstantiate")) else 0
 
 
 def ns(text: bytes) -> int | None:
@@ -85,6 +105,25 @@ def ns(text: bytes) -> int | None:
     return value if -MAX_NS < value < MAX_NS else None
 
 
+def all_ns(texts: list[msgspec.Raw]) -> np.ndarray:
+    """[n] int64 of `ns`, NOT_A_TIME where that is None; at once where every text has at most three decimals."""
+    joined = b" ".join([*texts, b""])
+    flat = np.frombuffer(joined, np.uint8)
+    dots, ends = np.flatnonzero(flat == ord(".")), np.flatnonzero(flat == ord(" "))
+    plain = _PLAIN.fullmatch(joined) is not None and len(ends) == len(texts)
+    if plain and len(dots) == len(ends):
+        numbers = np.fromstring(joined.replace(b".", b" "), np.int64, sep=" ")
+        decimals = ends - dots - 1
+        paired = len(numbers) == 2 * len(texts) and (dots[1:] > ends[:-1]).all()
+        if paired and (decimals > 0).all() and (decimals <= 3).all() and numbers.max(initial=0) < MAX_US:
+            return numbers[0::2] * 1000 + numbers[1::2] * np.array([0, 100, 10, 1])[decimals]
+    elif plain and not len(dots):
+        numbers = np.fromstring(joined, np.int64, sep=" ")
+        if len(numbers) == len(texts) and numbers.max(initial=0) < MAX_US:
+            return numbers * 1000
+    return np.array([NOT_A_TIME if (value := ns(bytes(text))) is None else value for text in texts], np.int64)
+
+
 def _int(value: Any, default: int = -1) -> int:
     if type(value) is int:
         return value if -MAX_NS < value < MAX_NS else default
@@ -94,6 +133,25 @@ def _int(value: Any, default: int = -1) -> int:
     if isinstance(value, float) and math.isfinite(value) and abs(value) < MAX_NS:
         return int(value)
     return default
+
+
+def _ints(values: list[Any], default: int = -1) -> np.ndarray:
+    """[n] int64 of `_int`."""
+    types = set(map(type, values))
+    if types == {type(None)}:
+        return np.full(len(values), default, np.int64)
+    if types <= {int} and min(values, default=0) > -MAX_NS and max(values, default=0) < MAX_NS:
+        return np.array(values, np.int64)
+    return np.array([_int(v, default) for v in values], np.int64)
+
+
+def _blocks(grids: list[Any]) -> np.ndarray:
+    """[n] int64 thread blocks, 0 where the grid is not three whole numbers."""
+    try:
+        return np.maximum(_ints([x * y * z for x, y, z in grids], 0), 0)
+    except (TypeError, ValueError):
+        whole = [g if type(g) is list and len(g) == 3 else (0, 0, 0) for g in grids]
+        return np.maximum(_ints([x * y * z for x, y, z in whole], 0), 0)
 
 
 class Collector:
@@ -134,62 +192,52 @@ class Collector:
     def take(self, events: list[_Event], process: int) -> None:
         """Keep what is GPU work, a launch, or an annotation."""
         self.events += len(events)
-        runtime = self.runtime[process]
+        kept: tuple[list[_Event], ...] = ([], [], [])
         for e in events:
-            cat = e.cat
-            if e.ph != "X" or type(cat) is not str or cat == "python_function" or cat == "cpu_op":
-                continue
-            kind = GPU_KINDS.get(cat)
-            if kind is None and cat not in RUNTIME and cat not in ANNOTATIONS:
-                cat = cat.lower()  # 2021 wrote Kernel, Memcpy, Runtime
-                kind = GPU_KINDS.get(cat)
-                if kind is None and cat not in RUNTIME:
-                    continue
-            args = e.args if type(e.args) is _Args else _Args()
-            if kind is not None:
-                start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
-                if start is None or dur is None or dur < 0:
-                    self.impossible += 1
-                    if start is None:
-                        continue
-                    dur = 0
-                blocks = 0
-                if type(args.grid) is list and len(args.grid) == 3:
-                    x, y, z = args.grid
-                    blocks = _int(_int(x, 0) * _int(y, 0) * _int(z, 0), 0)
-                self.rows.extend(
-                    (
-                        _int(args.device if args.device is not None else e.pid, 0),
-                        process,
-                        _int(args.stream if args.stream is not None else e.tid, 0),
-                        start,
-                        dur,
-                        self.name_id(e.name),
-                        kind,
-                        _int(args.correlation),
-                        _int(args.graph),
-                        _int(args.node),
-                        max(blocks, 0),
-                    )
-                )
-            elif cat in RUNTIME:
-                name = e.name if type(e.name) is str else ""
-                correlation = _int(args.correlation)
-                if correlation > 0:
-                    runtime.append(correlation)
-                if ("aunch" in name and "HostFunc" not in name) or "Memcpy" in name or "Memset" in name:
-                    start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
-                    if start is not None:
-                        graph = "GraphLaunch" in name
-                        self.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), correlation, graph))
-                elif any(word in name for word in CAPTURING):
-                    self.captures += 1
-            elif len(self.annotations) < MAX_ANNOTATIONS:
+            if (group := GROUPS.get(e.cat)) is not None and e.ph == "X":
+                kept[group].append(e)
+        for e in kept[NOTE]:
+            start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
+            if start is not None and len(self.annotations) < MAX_ANNOTATIONS:
+                gpu = e.cat == "gpu_user_annotation"
+                self.annotations.append((str(e.name)[:512], start, max(dur or 0, 0), process, _int(e.tid, 0), gpu))
+        if kept[WORK]:
+            self._take_work(kept[WORK], process)
+        if kept[CALL]:
+            self._take_calls(kept[CALL], process)
+
+    def _take_work(self, events: list[_Event], process: int) -> None:
+        args = [e.args if type(e.args) is _Args else _NO_ARGS for e in events]
+        start, dur = all_ns([e.ts for e in events]), all_ns([e.dur for e in events])
+        bad = (start == NOT_A_TIME) | (dur == NOT_A_TIME) | (dur < 0)
+        self.impossible += int(bad.sum())
+        out = np.empty((len(events), ROW), np.int64)
+        out[:, 0] = _ints([e.pid if a.device is None else a.device for a, e in zip(args, events, strict=True)], 0)
+        out[:, 1] = process
+        out[:, 2] = _ints([e.tid if a.stream is None else a.stream for a, e in zip(args, events, strict=True)], 0)
+        out[:, 3] = start
+        out[:, 4] = np.where(bad, 0, dur)
+        ids = self.names
+        out[:, 5] = [found if (found := ids.get(e.name)) is not None else self.name_id(e.name) for e in events]
+        out[:, 6] = [KINDS[e.cat] for e in events]
+        out[:, 7] = _ints([a.correlation for a in args])
+        out[:, 8] = _ints([a.graph for a in args])
+        out[:, 9] = _ints([a.node for a in args])
+        out[:, 10] = _blocks([a.grid for a in args])
+        self.rows.frombytes(out[start != NOT_A_TIME].tobytes())
+
+    def _take_calls(self, events: list[_Event], process: int) -> None:
+        correlation = _ints([e.args.correlation if type(e.args) is _Args else None for e in events])
+        self.runtime[process].frombytes(correlation[correlation > 0].tobytes())
+        for e, number in zip(events, correlation.tolist(), strict=True):
+            name = e.name if type(e.name) is str else ""
+            kind = call_kind(name)
+            if kind == CAPTURES:
+                self.captures += 1
+            elif kind:
                 start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
                 if start is not None:
-                    name = e.name if type(e.name) is str else str(e.name)
-                    gpu = ANNOTATIONS[cat]
-                    self.annotations.append((name[:512], start, max(dur or 0, 0), process, _int(e.tid, 0), gpu))
+                    self.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), number, kind == GRAPH_LAUNCH))
 
     def take_damaged(self, body: bytes, process: int, last: bool) -> tuple[bytes, bytes | None]:
         """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen."""
@@ -264,11 +312,11 @@ def _lenient(piece: bytes) -> tuple[list[_Event], bytes]:
             break
         args = fields.get("args")
         args = _Args(*(args.get(k) for k in _ARGS)) if isinstance(args, dict) else None
+        if args and not (type(args.grid) is list and all(type(x) is int for x in args.grid)):
+            args.grid = None
         ts, dur = (msgspec.Raw(str(fields.get(k, "")).encode("utf-8", "replace")) for k in ("ts", "dur"))
-        event = _Event(
-            fields.get("ph"), fields.get("cat"), fields.get("name"), ts, dur, fields.get("pid"), fields.get("tid"), args
-        )
-        events.append(event)
+        ph, cat, name = (value if isinstance(value := fields.get(k), str) else None for k in ("ph", "cat", "name"))
+        events.append(_Event(ph, cat, name, ts, dur, fields.get("pid"), fields.get("tid"), args))
         while at < len(text) and text[at] in ", \t\r\n":
             at += 1
     return events, text[at:].encode("utf-8", "replace")

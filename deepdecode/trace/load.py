@@ -150,12 +150,13 @@ def _gpus(into: Collector, rows: np.ndarray) -> tuple[tuple[Gpu, ...], np.ndarra
     """The timelines that have work, in order of (file, device), and each row's index into them."""
     if not len(rows):
         return (), np.zeros(0, np.int32)
-    keys = np.stack([np.array(into.file_of, np.int64)[rows[:, 1]], rows[:, 0]], axis=1)
-    distinct, index = np.unique(keys, axis=0, return_inverse=True)
-    index = index.reshape(-1)
+    files = np.array(into.file_of, np.int64)[rows[:, 1]]
+    devices, device_of = np.unique(rows[:, 0], return_inverse=True)
+    distinct, first, index = np.unique(files * len(devices) + device_of, return_index=True, return_inverse=True)
     gpus = []
-    for i, (file, device) in enumerate(distinct.tolist()):
-        process = int(rows[np.argmax(index == i), 1])
+    for key, at in zip(distinct.tolist(), first.tolist(), strict=True):
+        file, device = key // len(devices), int(devices[key % len(devices)])
+        process = int(rows[at, 1])
         # a process that sees one GPU may list it as 0 and number its work otherwise
         listed = {(g.name, g.sms) for (f, _), g in into.gpus.items() if f == file}
         alike = Gpu(device, 0, None, *next(iter(listed))) if len(listed) == 1 else Gpu(device)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepdecode.trace.model import TraceError
 
-BLOCK = 4 << 20
+BLOCK = 2 << 20
 BOMB_FLOOR = 256 << 20  # below this any ratio is harmless
 BOMB_RATIO = 200  # traces compress 10- to 50-fold
 
