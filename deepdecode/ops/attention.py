@@ -58,12 +58,16 @@ def _gather(cache: PagedRows, indices: Tensor, lens: Tensor) -> tuple[Tensor, Te
 
 def _attend(q: Tensor, rows: Tensor, seen: Tensor, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """q [T, H, D], rows [T, K, D], seen [T, K] -> out [T, H, D], lse [T, H]."""
-    some = seen.any(dim=1)[:, None]
     if not rows.shape[1]:
         return torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"))
     logits = ((q @ rows.mT) * scale).masked_fill(~seen[:, None], float("-inf"))
-    lse = logits.logsumexp(dim=2)
-    out = (logits - torch.where(some, lse, 0)[..., None]).exp() @ rows
+    top = logits.amax(dim=2)
+    # a token without a key: exp(-inf - 0) gives weights of 0
+    some = seen.any(dim=1)[:, None]
+    weights = (logits - torch.where(some, top, 0)[..., None]).exp()
+    total = weights.sum(dim=2)
+    lse = top + total.log()
+    out = weights @ rows / torch.where(some, total, 1)[..., None]
     if sink is not None:
         # 1 / (1 + exp(sink - lse))
         out = out * torch.where(some, lse - sink.to(q.dtype), 0).sigmoid()[..., None]
