@@ -151,7 +151,7 @@ def faults(config: ModelConfig, found: Mapping[str, Form], where: Mapping[str, s
         if packing(spec, "fp4"):
             known.add(scale)
         if name not in found:
-            yield f"{name} is missing"
+            yield f"checkpoint: {name} is missing"
             continue
         form, how = found[name], packing(spec, config.expert_dtype)
         tell = f"{where[name]}: {name} must be"
@@ -170,7 +170,7 @@ def faults(config: ModelConfig, found: Mapping[str, Form], where: Mapping[str, s
             said = f" (expert_dtype is {config.expert_dtype})" if spec.kind == "expert" else ""
             yield from _differs(tell, form, ("I8",) if how == "fp4" else ("F8_E4M3",), data_shape, said)
             if scale not in found:
-                yield f"{scale} is missing"
+                yield f"checkpoint: {scale} is missing"
             else:
                 # Flash-Base has float32 scales
                 kinds = ("F8_E8M0", "F32") if config.expert_dtype == "fp8" else ("F8_E8M0",)
@@ -236,13 +236,13 @@ def official_name(name: str) -> str | None:
     return None if name.endswith("rotary_emb.inv_freq") else name
 
 
-_STACK = re.compile(r"^(.*\.ffn\.experts)\.(gate_up_proj|down_proj)(\.weight|\.scale)?$")
+_STACK = re.compile(r"^layers\.(0|[1-9]\d{0,3})\.ffn\.experts\.(gate_up_proj|down_proj)(\.weight|\.scale)?$")
 
 
-def stacked(name: str) -> tuple[str, tuple[str, ...], str] | None:
-    """(prefix, parts, suffix) of a stack of all experts as transformers stores it, else None."""
+def stacked(name: str) -> tuple[int, tuple[str, ...], str] | None:
+    """(layer, parts, suffix) of a stack of all experts as transformers stores it, else None."""
     match = _STACK.match(name)
     if match is None:
         return None
     parts = ("w1", "w3") if match[2] == "gate_up_proj" else ("w2",)
-    return match[1], parts, match[3] or ".weight"
+    return int(match[1]), parts, match[3] or ".weight"

@@ -102,7 +102,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, found: list[str] | None = N
     where = dict[str, str]()
     for file in _open_files(path, fault, found is not None):
         checkpoint.files.append(file)
-        for name, piece in _pieces(file):
+        for name, piece in _pieces(file, config):
             if name is None or name.startswith("mtp."):
                 checkpoint.drafts[piece.stored.name] = piece.stored
             elif name in checkpoint.tensors:
@@ -110,8 +110,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, found: list[str] | None = N
             else:
                 checkpoint.tensors[name] = piece
                 where[name] = shown(file.path.name)
-    if checkpoint.drafts and not any("(mtp.*) skipped" in note for note in notes):
-        notes.append(f"{len(checkpoint.drafts)} tensors of draft layers (mtp.*) skipped")
+    if checkpoint.drafts and not any("mtp.*" in note for note in notes):
+        notes.append(f"{len(checkpoint.drafts)} tensors of draft layers (mtp.*) are not loaded")
     if checkpoint.files:
         for text in faults(config, checkpoint.tensors, where):
             fault(text)
@@ -163,14 +163,15 @@ def _read_index(index: Path) -> dict[str, str]:
     return listed
 
 
-def _pieces(file: TensorFile) -> Iterator[tuple[str | None, Piece]]:
+def _pieces(file: TensorFile, config: ModelConfig) -> Iterator[tuple[str | None, Piece]]:
     for stored in file.tensors.values():
         name = official_name(stored.name)
         stack = None if name is None else stacked(name)
-        if stack is None or len(stored.shape) != 3 or stored.shape[0] > 1 << 16:
+        # a stack of another size, or of no layer, stays one tensor, which then is a fault
+        if stack is None or len(stored.shape) != 3 or stored.shape[0] != config.num_experts or stack[0] >= config.num_layers:
             yield name, Piece(stored)
             continue
-        prefix, parts, suffix = stack
-        for e in range(stored.shape[0]):
+        layer, parts, suffix = stack
+        for e in range(config.num_experts):
             for half, part in enumerate(parts):
-                yield f"{prefix}.{e}.{part}{suffix}", Piece(stored, e, half if len(parts) == 2 else None)
+                yield f"layers.{layer}.ffn.experts.{e}.{part}{suffix}", Piece(stored, e, half if len(parts) == 2 else None)

@@ -1,0 +1,275 @@
+"""`deepdecode inspect`: what a checkpoint holds, on which cards it fits, and everything that is wrong with it.
+
+Only headers are read, the expert tables of hash layers, and a bounded part of the scales.
+"""
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepdecode.cards import CARDS, Card
+from deepdecode.checkpoint.container import CheckpointError, Stored, TensorFile
+from deepdecode.checkpoint.layout import shard
+from deepdecode.checkpoint.open import Checkpoint, open_checkpoint
+from deepdecode.config import ConfigError, ModelConfig, shown
+from deepdecode.kvcache import INDEX_FORMATS, plan_cache
+
+SCHEMA = 1
+WAYS = (1, 2, 4, 8, 16)
+MAX_LINES = 100
+# of a name under its layer, for its layer's ratio; the first that fits
+_COMPONENTS = (
+    (r"attn\.(wq_b|wo_a|wo_b|attn_sink)\b", "attention, cut by heads"),
+    (r"attn\.indexer\.", "indexer"),
+    (r"attn\.compressor\.", "compressors of ratio {ratio}"),
+    (r"attn\.|attn_norm|ffn_norm", "attention, on every rank"),
+    (r"hc_", "hyper-connections"),
+    (r"ffn\.gate\.tid2eid", "hash tables"),
+    (r"ffn\.gate\.", "gate"),
+    (r"ffn\.shared_experts\.", "shared experts"),
+    (r"ffn\.experts\.", "routed experts"),
+)
+_PATTERNS = [(re.compile(pattern), title) for pattern, title in _COMPONENTS]
+_LAYER = re.compile(r"^layers\.(\d+)\.(.*)$")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a model stands on a kind of card: the fewest cards that hold it by tensor parallelism, None if none do.
+
+    weights: bytes a rank. tokens: the context that one sequence could have in what is left of a card.
+    """
+
+    card: str
+    memory: int
+    cards: int | None
+    weights: int | None
+    tokens: int | None
+
+
+@dataclass
+class Report:
+    """What `inspect_dir` found. Sizes in bytes; names from the files are cleaned of control characters."""
+
+    path: str
+    kind: str = "unknown"
+    config: ModelConfig | None = None
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+    tensors: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    components: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    scale_bytes: int = 0
+    scale_bytes_read: int = 0
+    cache_tokens: int = 0
+    cache_format: str = ""
+    cache_bytes: int = 0
+    fits: list[Fit] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_text(self) -> str:
+        return _text(self)
+
+
+def inspect_dir(path: str | Path, *, cache_tokens: int = 32768, scale_bytes: int | None = 256 << 20) -> Report:
+    """Read a checkpoint's directory and report on it.
+
+    Args:
+        path: the directory.
+        cache_tokens: context of the one sequence for which a card must have room beside the weights.
+        scale_bytes: how many bytes of scales are searched for NaN codes; None: all, which reads them from disk.
+
+    Returns:
+        The report; its `faults` are empty if the checkpoint can be loaded. A config that cannot be used is a fault too.
+
+    Raises:
+        CheckpointError: `path` is no directory.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"inspect: path must be a directory, got {shown(str(path))}")
+    report = Report(shown(path.absolute().name))
+    try:
+        checkpoint = open_checkpoint(path, found=report.faults)
+    except ConfigError as problem:
+        report.faults.append(str(problem))
+        return report
+    config = report.config = checkpoint.config
+    report.kind = _kind(config)
+    report.notes = [shown(note) for note in checkpoint.notes]
+    for file in checkpoint.files:
+        report.shards.append({"name": shown(file.path.name), "bytes": file.size, "tensors": len(file.tensors)})
+        report.metadata |= {shown(key): shown(value) for key, value in list(file.metadata.items())[:20]}
+    _count(checkpoint, report)
+    _read_values(checkpoint, report, scale_bytes)
+    if not report.faults:
+        _fit(checkpoint, report, cache_tokens)
+    return report
+
+
+def _kind(config: ModelConfig) -> str:
+    sizes = (config.hidden_size, config.num_layers, config.num_experts)
+    name = {(4096, 43, 256): "DeepSeek-V4-Flash", (7168, 61, 384): "DeepSeek-V4-Pro"}.get(sizes)
+    if name is None:
+        return "DeepSeek-V4 in sizes of its own"
+    return name + {"fp4": "", "fp8": "-Base (FP8 experts)", "float": " (not quantised)"}[config.expert_dtype]
+
+
+def component(name: str, config: ModelConfig) -> str:
+    """The part of the model that a tensor, under its official name, belongs to."""
+    match = _LAYER.match(name)
+    if match is None or int(match[1]) >= config.num_layers:
+        return "embedding" if name.startswith("embed.") else "head"
+    ratio = config.ratio(int(match[1]))
+    title = next((title for pattern, title in _PATTERNS if pattern.match(match[2])), "other")
+    return title.format(ratio=ratio)
+
+
+def _count(checkpoint: Checkpoint, report: Report) -> None:
+    components, dtypes = Counter[str](), Counter[str]()
+    for file in checkpoint.files:
+        for stored in file.tensors.values():
+            dtypes[stored.dtype] += stored.end - stored.begin
+    for name, piece in checkpoint.tensors.items():
+        numel = math.prod(piece.shape)
+        components[component(name, checkpoint.config)] += _bytes(checkpoint, name)
+        if not name.endswith((".scale", ".tid2eid")):
+            # two codes in a byte
+            report.parameters += numel * (2 if piece.dtype == "I8" else 1)
+    if drafts := sum(stored.end - stored.begin for stored in checkpoint.drafts.values()):
+        components["draft layers (skipped)"] = drafts
+    report.tensors = len(checkpoint.tensors) + len(checkpoint.drafts)
+    report.bytes = sum(file.size - file.header_bytes for file in checkpoint.files)
+    report.components, report.dtypes = dict(components.most_common()), dict(dtypes.most_common())
+
+
+def _bytes(checkpoint: Checkpoint, name: str) -> int:
+    piece = checkpoint.tensors[name]
+    stored = piece.stored
+    whole = math.prod(stored.shape)
+    return (stored.end - stored.begin) * math.prod(piece.shape) // whole if whole else 0
+
+
+def _read_values(checkpoint: Checkpoint, report: Report, limit: int | None) -> None:
+    """Look for what a header cannot show: experts that do not exist, NaN scales."""
+    scales: list[tuple[str, Stored]] = []
+    for name, piece in checkpoint.tensors.items():
+        if piece.dtype == "F8_E8M0":
+            scales.append((name, piece.stored))
+        elif name.endswith(".tid2eid") and piece.dtype in ("I64", "I32") and math.prod(piece.shape):
+            low, high = (int(end) for end in torch.aminmax(piece.read()))
+            if low < 0 or high >= checkpoint.config.num_experts:
+                want = f"experts from 0 to {checkpoint.config.num_experts - 1}"
+                report.faults.append(f"{_file(piece.stored.file)}: {name} must hold {want}, got {low} to {high}")
+            piece.stored.release()
+    report.scale_bytes = sum(stored.end - stored.begin for _, stored in scales)
+    # where not all are read, spread over the layers
+    if limit is not None and report.scale_bytes > limit:
+        step = -(-report.scale_bytes // max(limit, 1))
+        scales = scales[::step]
+    for name, stored in scales:
+        report.scale_bytes_read += stored.end - stored.begin
+        bad = int((stored.read().view(torch.uint8) == 255).sum())
+        stored.release()
+        if bad:
+            report.faults.append(f"{_file(stored.file)}: {name} must not hold NaN, got {bad} scales with code 255")
+
+
+def _file(file: TensorFile) -> str:
+    return shown(file.path.name)
+
+
+def rank_bytes(checkpoint: Checkpoint, ways: int) -> int:
+    """Bytes of one rank's weights by tensor parallelism, as they are stored; draft layers are not loaded."""
+    total = 0
+    for name in checkpoint.tensors:
+        total += _bytes(checkpoint, name) // (ways if shard(name) else 1)
+    return total
+
+
+def _fit(checkpoint: Checkpoint, report: Report, tokens: int) -> None:
+    config = checkpoint.config
+    report.cache_tokens = min(tokens, config.max_positions)
+    report.cache_format = "bf16"
+    if (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128):
+        report.cache_format = "fp8_584"
+    assert report.cache_format in INDEX_FORMATS
+    report.cache_bytes = plan_cache(config, max_len=report.cache_tokens, fmt=report.cache_format).total
+    sizes = (config.o_groups, config.expert_width, config.vocab_size)
+    ranks = {ways: rank_bytes(checkpoint, ways) for ways in WAYS if all(size % ways == 0 for size in sizes)}
+    report.fits = [_fit_card(card, config, ranks, report) for card in CARDS]
+
+
+def _fit_card(card: Card, config: ModelConfig, ranks: dict[int, int], report: Report) -> Fit:
+    memory = card.memory * 10**9
+    for ways, weights in ranks.items():
+        left = memory - weights
+        if left >= report.cache_bytes:
+            plan = plan_cache(config, fmt=report.cache_format, memory_bytes=left)
+            return Fit(card.name, card.memory, ways, weights, plan.longest)
+    return Fit(card.name, card.memory, None, None, None)
+
+
+def _text(report: Report) -> str:
+    lines = [f"{report.path}: {report.kind}"]
+    config = report.config
+    if config is not None:
+        ratios = Counter(config.compress_ratios)
+        experts = {"fp4": "FP4", "fp8": "FP8", "float": "not quantised"}[config.expert_dtype]
+        lines += [
+            f"  {config.num_layers} layers (ratio 0: {ratios[0]}, 4: {ratios[4]}, 128: {ratios[128]}),"
+            f" hidden {config.hidden_size}, {config.num_heads} heads of {config.head_dim}, vocabulary {config.vocab_size}",
+            f"  {config.num_experts} experts of {config.expert_width}, {config.experts_per_token} a token, {experts};"
+            f" {config.num_hash_layers} hash layers; context {config.max_positions}",
+            f"  {report.parameters:,} parameters, {report.tensors:,} tensors in {len(report.shards)} files,"
+            f" {_gb(report.bytes)} of tensors",
+        ]
+    lines += [f"  note: {note}" for note in report.notes]
+    if report.components:
+        lines += ["", "bytes by component"]
+        lines += [f"  {title:<28}{_gb(size):>12}" for title, size in report.components.items()]
+        lines += ["", "bytes by type"]
+        lines += [f"  {dtype:<28}{_gb(size):>12}" for dtype, size in report.dtypes.items()]
+    if report.fits:
+        lines += [
+            "",
+            f"fits by tensor parallelism, with one sequence of {report.cache_tokens} tokens"
+            f" ({_gb(report.cache_bytes)} of {report.cache_format} cache) on every card",
+            f"  {'card':<16}{'memory':>10}{'cards':>8}{'weights each':>15}{'longest context':>18}",
+        ]
+        for fit in report.fits:
+            row = f"  {fit.card:<16}{f'{fit.memory} GB':>10}"
+            if fit.cards is None or fit.weights is None:
+                lines.append(row + f"{'-':>8}   not on {max(WAYS)} or fewer")
+            else:
+                lines.append(row + f"{fit.cards:>8}{_gb(fit.weights):>15}{fit.tokens or 0:>18,}")
+        lines.append("  GB are 1e9 bytes; the few percent that a card has beyond its figure are left to workspace and driver")
+    lines.append("")
+    if report.scale_bytes_read < report.scale_bytes:
+        lines.append(f"scales searched for NaN: {_gb(report.scale_bytes_read)} of {_gb(report.scale_bytes)}")
+    if report.faults:
+        lines += [f"{len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}"]
+        lines += [f"  {fault}" for fault in report.faults[:MAX_LINES]]
+        if len(report.faults) > MAX_LINES:
+            lines.append(f"  and {len(report.faults) - MAX_LINES} more; --json lists them all")
+    else:
+        lines.append("no faults")
+    return "\n".join(lines)
+
+
+def _gb(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,73 @@
+"""Configs and helpers that the checkpoint tests share."""
+
+import dataclasses
+import json
+
+import torch
+
+from deepdecode.checkpoint.container import append, header_bytes
+from deepdecode.checkpoint.open import INDEX
+from deepdecode.config import ModelConfig
+
+# every ratio, a hash layer, and sizes that 8 ranks can share in whole blocks of scales
+SMALL = ModelConfig(
+    vocab_size=64,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    head_dim=128,
+    rope_dim=16,
+    q_lora_rank=128,
+    o_groups=8,
+    o_lora_rank=128,
+    compress_ratios=(0, 4, 128, 4),
+    index_heads=4,
+    index_head_dim=32,
+    index_topk=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=1024,
+    num_hash_layers=1,
+    max_positions=4096,
+    expert_dtype="fp4",
+)
+# as small as a model gets
+TINY = dataclasses.replace(
+    SMALL, hidden_size=32, num_layers=2, head_dim=16, rope_dim=4, num_heads=2, q_lora_rank=16, o_groups=2, o_lora_rank=8,
+    compress_ratios=(0, 4), index_heads=1, index_head_dim=8, num_experts=3, expert_width=16, vocab_size=11,
+    expert_dtype="float",
+)  # fmt: skip
+
+
+def leaves(weights, at=""):
+    """Every tensor of a tree of dataclasses, by path."""
+    if isinstance(weights, torch.Tensor):
+        return {at: weights}
+    if isinstance(weights, list):
+        children = enumerate(weights)
+    elif dataclasses.is_dataclass(weights):
+        children = ((f.name, getattr(weights, f.name)) for f in dataclasses.fields(weights))
+    else:
+        return {}
+    return {path: t for key, child in children for path, t in leaves(child, f"{at}.{key}").items()}
+
+
+def write_file(path, tensors, metadata=None):
+    """A safetensors file with these tensors, whatever they are called."""
+    from deepdecode.checkpoint.container import DTYPE_NAMES
+
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    with path.open("wb") as file:
+        file.write(header_bytes(((n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in order), metadata))
+        for _, tensor in order:
+            append(file, tensor)
+
+
+def write_dir(path, raw_config, tensors, *, index=False):
+    """A checkpoint that `write_checkpoint` would refuse to write: one file, any config."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw_config))
+    write_file(path / "model.safetensors", tensors)
+    if index:
+        (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    return path
