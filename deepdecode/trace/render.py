@@ -132,7 +132,7 @@ def code_span(text: str) -> str:
 
 
 def _md_text(text: str) -> str:
-    text = re.sub(r"([\\*\[\]<>~#!&])", r"\\\1", text).replace("|", "\\|")
+    text = re.sub(r"([\\*\[\]<~]|&(?=[#0-9A-Za-z])|^[#>+=-])", r"\\\1", text).replace("|", "\\|")
     text = re.sub(r"(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])", r"\\_", text)
     return re.sub(r"(?<=https)(:)(?=//)|(?<=http)(:)(?=//)|(?<=www)(\.)|(@)", lambda m: "\\" + m.group(0), text)
 

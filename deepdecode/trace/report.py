@@ -110,12 +110,17 @@ def _health_items(profile: Profile) -> list[str]:
 def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
     steps = dev.steps
     votes = ", ".join(f"{vote.signal} {vote.value}" for vote in steps.votes if vote.value is not None) or "none"
+    agree = f"{percent(steps.agreement)} of the signals agree (votes: {quote(votes)})"
+    wall = f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)})"
+    idle = f"idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})"
+    sums = f"sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms"
+    graphs = f"{count(dev.graph_launches_per_step)} graph launches ({dev.graph_mode})"
     items = [
-        f"{steps.count} by {quote(steps.signal)}; {percent(steps.agreement)} of the signals agree (votes: {quote(votes)})",
-        f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)}); busy p50 {ms(steps.p50_busy_ns)} ms",
-        f"window {ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})",
-        f"whole capture: {dev.kernels} kernels, sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms",
-        f"per step: {count(dev.kernels_per_step)} kernels, {count(dev.graph_launches_per_step)} graph launches ({dev.graph_mode})",
+        f"{steps.count} by {quote(steps.signal)}; {agree}",
+        f"{wall}; busy p50 {ms(steps.p50_busy_ns)} ms",
+        f"window {ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + {idle}",
+        f"whole capture: {dev.kernels} kernels, {sums}",
+        f"per step: {count(dev.kernels_per_step)} kernels, {graphs}",
     ]
     phases = ", ".join(f"{vote.signal} {vote.value}" for vote in profile.phase_votes if vote.value is not None)
     if phases:
@@ -381,7 +386,10 @@ def redact_profile(profile: Profile, index: int) -> Profile:
         replace(
             dev,
             steps=replace(dev.steps, votes=votes(dev.steps.votes)),
-            kernel_rows=tuple(replace(row, name=text(row.name), rule=text(row.rule)) for row in dev.kernel_rows),
+            kernel_rows=tuple(
+                replace(row, name=text(row.name), rule=row.rule if row.rule.startswith("builtin") else "user rule")
+                for row in dev.kernel_rows
+            ),
             gaps=tuple(replace(gap, before=text(gap.before), after=text(gap.after)) for gap in dev.gaps),
             timeline=dev.timeline and replace(dev.timeline, names=tuple(text(name) for name in dev.timeline.names)),
         )
