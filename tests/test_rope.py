@@ -62,8 +62,8 @@ def test_frequencies_without_yarn_and_at_its_edges():
     ramp = (31 - low) / (63 - low)
     want = frequencies(plain, 4)[31].item() * (ramp / 16 + 1 - ramp)
     assert frequencies(mid, 4)[31].item() == pytest.approx(want, rel=1e-6)
-    # both bounds in one place: a step
-    short = dataclasses.replace(FLASH, yarn=Yarn(original_max_positions=4, beta_slow=32.0))
+    # both bounds at 0: a step
+    short = dataclasses.replace(FLASH, yarn=Yarn(original_max_positions=167, beta_slow=32.0))
     assert torch.equal(frequencies(short, 4)[1:], frequencies(plain, 4)[1:] / 16)
     assert frequencies(short, 4)[0] == 1
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from deepdecode.ops._check import FLOATS, describe, expect, wide
+from deepdecode.ops._check import FLOATS, describe, expect, readable, wide
 
 # what a row of scores that are all zero is divided by; the serving stacks' guard
 SUM_FLOOR = 1e-20
@@ -64,7 +64,7 @@ def gate(
     if bias is not None:
         if tid2eid is not None:
             raise ValueError("gate: bias must be None where tid2eid is given, got both")
-        expect("gate: bias", bias, (E,), (torch.float32, torch.float64), x.device)
+        expect("gate: bias", bias, (E,), FLOATS[1:], x.device)
     inner = wide(x)
     scores = score_ref(inner, weight.to(inner.dtype))
     if tid2eid is None:
@@ -79,7 +79,7 @@ def gate(
 
 def _in_range(what: str, ids: torch.Tensor, size: int) -> torch.Tensor:
     """ids, proven to be in [0, size) on a CPU and forced to be on a GPU."""
-    if ids.device.type != "cpu":
+    if not readable(ids):
         return ids.clamp(0, size - 1)
     bad = ids[(ids < 0) | (ids >= size)]
     if bad.numel():

@@ -6,7 +6,7 @@ from deepdecode.ops._check import FLOATS, describe, expect, wide
 
 # what hc_mult is in every V4; the 24 mixing rows are 4 read, 4 write and 4 x 4 stream-to-stream gates
 STREAMS = 4
-PARAMS = (torch.float32, torch.float64)
+PARAMS = FLOATS[1:]
 
 
 def sinkhorn_ref(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:

@@ -72,7 +72,7 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
     if x.dim() != 2 or x.shape[1] != C or x.dtype not in FLOATS or x.device != w.w13.device:
         raise ValueError(f"moe: x must be [T, {C}] bfloat16, float32 or float64 on {w.w13.device}, got {describe(x)}")
     expect("moe: ids", ids, (len(x), "k"), (torch.int32, torch.int64), x.device, contiguous=False)
-    expect("moe: weights", weights, ids.shape, (torch.float32, torch.float64), x.device, contiguous=False)
+    expect("moe: weights", weights, ids.shape, FLOATS[1:], x.device, contiguous=False)
     _expect_experts(w, C)
     if not limit > 0:
         raise ValueError(f"moe: limit must be > 0, got {limit}")

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepdecode.ops._check import expect
+from deepdecode.ops._check import FLOATS, expect, readable
 
 # odd 64-bit multipliers as signed numbers: of the splitmix64 stream, of a second stream for positions, and of its finaliser
 SEED_STEP, POSITION_STEP = 0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64
@@ -52,7 +52,7 @@ def sample_ref(
     centred = logits - logits.amax(-1, keepdim=True)
     probs = (centred / temperature.masked_fill(greedy, 1.0)[:, None]).softmax(-1)
     # a CPU skips the sort where no row has a nucleus; the result is the same
-    if logits.is_cuda or bool((top_p < 1).any()):
+    if not readable(logits) or bool((top_p < 1).any()):
         probs = torch.where((top_p < 1)[:, None], nucleus_ref(probs, top_p), probs)
     cumulated = probs.cumsum(-1)
     goal = uniform_ref(seeds, positions)[:, None] * cumulated[:, -1:]
@@ -82,18 +82,17 @@ def sample(
             only -inf, a temperature below 0 or not finite, top_p outside (0, 1]. On a GPU, where looking would make the
             host wait, such a row gives some token in [0, V).
     """
-    floats = (torch.float32, torch.float64)
-    expect("sample: logits", logits, ("T", "V"), (torch.bfloat16, *floats), logits.device, contiguous=False)
+    expect("sample: logits", logits, ("T", "V"), FLOATS, logits.device, contiguous=False)
     T, V = logits.shape
     if V == 0:
         raise ValueError(f"sample: logits must have at least one column, got {list(logits.shape)}")
-    expect("sample: temperature", temperature, (T,), floats, logits.device, contiguous=False)
-    expect("sample: top_p", top_p, (T,), floats, logits.device, contiguous=False)
+    expect("sample: temperature", temperature, (T,), FLOATS[1:], logits.device, contiguous=False)
+    expect("sample: top_p", top_p, (T,), FLOATS[1:], logits.device, contiguous=False)
     expect("sample: seeds", seeds, (T,), torch.int64, logits.device, contiguous=False)
     expect("sample: positions", positions, (T,), (torch.int32, torch.int64), logits.device, contiguous=False)
     if T == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    if not logits.is_cuda:
+    if readable(logits):
         _expect_values("temperature must be finite and >= 0", temperature, (temperature >= 0) & temperature.isfinite())
         _expect_values("top_p must be in (0, 1]", top_p, (top_p > 0) & (top_p <= 1))
         largest = logits.amax(-1)
