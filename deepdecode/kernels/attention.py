@@ -397,3 +397,16 @@ def launch_merge(out, lse, sink, part, part_lse, part_unit, splits: int, pdl: bo
         num_warps=2 if splits <= 4 else 4,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of `split_kernel` as `launch` passes them, to compile it without a GPU."""
+    pointers = {"q": "bf16", "window": "u8", "extra": "u8", "sink": "fp32", "out": "bf16", "part": "fp16"}
+    pointers |= {"part_lse": "fp32", "part_unit": "fp32"} | ({"lse": "fp32"} if lse else {})
+    pointers |= dict.fromkeys(("window_indices", "extra_indices", "window_lens", "extra_lens"), "i32")
+    types = {f"{name}_ptr": f"*{kind}:16" for name, kind in pointers.items()} | {"scale_log2": "fp32"}
+    sizes = ("H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys")
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("window_stride", "extra_stride"), f"i32:{config.align}")
+    constants = {"FP8": fmt == "fp8_584", "HAS_SINK": True, "HAS_LSE": lse, "SPLIT": config.splits > 1, "ALIGN": config.align}
+    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "INTERPRET": False}
+    return types, constants | {"PDL": config.pdl and config.splits > 1}

@@ -1,0 +1,1 @@
+"""Measurements: check first, then time, floor and fraction, written as result files."""

@@ -1,0 +1,154 @@
+"""Sparse attention: each case checked against float64, timed warm and past L2, and set against its floor and its rivals."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepdecode.bench.timing import time_graph
+from deepdecode.kernels.attention_plan import Case, Config, card_of, case_of, plan, work, workspace_layout
+from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.testing.inputs import KEY_COUNTS, AttentionInputs, attention_inputs
+from deepdecode.testing.numeric import rel_err, worst_row_err
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HEADS = (8, 16, 32, 64, 128)
+# the contract's bounds (DESIGN): over the tensor, and in the worst (token, head) row
+MAX_ERR, MAX_ROW_ERR = 2.5e-3, 5e-3
+# the reference holds every gathered row in float64, so a large batch is checked on its first tokens
+CHECKED_TOKENS = 16
+# a rotated run touches at least this many times L2 before it meets a row again
+ROTATE_L2 = 3
+
+
+@dataclass(frozen=True)
+class Sized:
+    T: int
+    H: int
+    window_keys: int
+    extra_keys: int
+    fmt: str
+
+
+def sized_cases() -> Iterator[Sized]:
+    """The whole table of the product: every T, H, key count and cache form."""
+    for fmt in ("fp8_584", "bf16"):
+        for keys in KEY_COUNTS:
+            for H in HEADS:
+                for T in TOKENS:
+                    yield Sized(T, H, *keys, fmt)
+
+
+def inputs_for(case: Sized, rows: int | None = None) -> AttentionInputs:
+    return attention_inputs(
+        case.T, case.H, case.window_keys, case.extra_keys, fmt=case.fmt, rows=rows, device="cuda", seed=case.T + case.H
+    )
+
+
+def reference(inputs: AttentionInputs) -> torch.Tensor:
+    """float64 outputs of the first CHECKED_TOKENS tokens."""
+    n = CHECKED_TOKENS
+    q, window, indices, lens, extra, extra_indices, extra_lens = inputs.args()
+    sink = None if inputs.sink is None else inputs.sink.double()
+    more = (None, None, None) if extra is None else (extra, extra_indices[:n], extra_lens[:n])
+    return sparse_attn_ref(q[:n].double(), window, indices[:n], lens[:n], *more, sink=sink, scale=inputs.scale)[0]
+
+
+Runner = Callable[[AttentionInputs, torch.Tensor], Callable[[], Any]]
+"""Takes inputs and an output to fill, gives the call to time; raises if the implementation cannot run the case."""
+
+
+def ours(inputs: AttentionInputs, out: torch.Tensor, config: Config | None = None) -> Callable[[], Any]:
+    """The product's call, with its own plan unless a config is given; workspace preallocated as an engine would."""
+    from deepdecode.kernels import attention as kernel
+
+    q, window, indices, _, extra, extra_indices, _ = inputs.args()
+    if config is None:
+        config = plan(case_of(q, window, indices, extra, extra_indices, False), card_of(q.device))
+    need, _ = workspace_layout(*q.shape[:2], config.splits)
+    workspace = torch.empty(need, dtype=torch.uint8, device=q.device)
+
+    def call() -> None:
+        kernel.launch(
+            *inputs.args(), sink=inputs.sink, scale=inputs.scale, out=out, lse=None, workspace=workspace, config=config
+        )
+
+    return call
+
+
+def rung0(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
+    from deepdecode.fallback.attention import sparse_attn_per_head
+
+    def call() -> torch.Tensor:
+        return sparse_attn_per_head(*inputs.args(), sink=inputs.sink, scale=inputs.scale)[0]
+
+    out.copy_(call())
+    return call
+
+
+def rung1(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
+    from deepdecode.kernels.attention_plan import plan_unsplit
+
+    q, window, indices, _, extra, extra_indices, _ = inputs.args()
+    return ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices, False), card_of(q.device)))
+
+
+def measure(
+    case: Sized, name: str, runner: Runner, *, rotate: bool = True, limit_s: float = 0.5, **note: Any
+) -> dict[str, Any]:
+    """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
+    row: dict[str, Any] = {"op": "attention", "implementation": name, **vars(case), **note}
+    inputs = inputs_for(case)
+    out = torch.full_like(inputs.q, float("nan"))
+    try:
+        call = runner(inputs, out)
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[:200]}
+    want = reference(inputs)
+    row["rel_err"] = rel_err(out[: len(want)], want)
+    row["worst_row_err"] = worst_row_err(out[: len(want)], want)
+    if not (row["rel_err"] < MAX_ERR and row["worst_row_err"] < MAX_ROW_ERR) and name.startswith("deepdecode"):
+        return row | {"error": "outside the error bounds"}
+    warm = time_graph([call], limit_s=limit_s)
+    row |= {"us_warm": warm.us, "us_warm_low": warm.low, "us_warm_high": warm.high}
+    if rotate:
+        rotated = time_graph(_rotation(case, inputs, out, runner), limit_s=limit_s)
+        row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
+    return row
+
+
+def _rotation(case: Sized, inputs: AttentionInputs, out: torch.Tensor, runner: Runner) -> list[Callable[[], Any]]:
+    """Calls on pools that together are larger than L2 several times over."""
+    nbytes, _ = work(Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt))
+    l2 = card_of(inputs.q.device).l2 << 20
+    count = max(2, min(400, -(-ROTATE_L2 * l2 // nbytes)))
+    pool = inputs_for(case, rows=min(1 << 20, max(case.window_keys, case.extra_keys) * case.T * count))
+    calls = []
+    for n in range(count):
+        generator = torch.Generator("cuda").manual_seed(n)
+
+        def fresh(indices: torch.Tensor, rows: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randint(rows, indices.shape, generator=generator, device="cuda", dtype=torch.int32)
+
+        changed = {"window_indices": fresh(pool.window_indices, pool.window.num_rows)}
+        if pool.extra is not None and pool.extra_indices is not None:
+            changed["extra_indices"] = fresh(pool.extra_indices, pool.extra.num_rows)
+        calls.append(runner(AttentionInputs(**(vars(pool) | changed)), out))
+    return calls
+
+
+def best_of(case: Sized, configs: Iterable[Config], *, limit_s: float = 0.1) -> list[tuple[float, Config]]:
+    """Warm time of every config that passes the check, fastest first."""
+    inputs = inputs_for(case)
+    want = reference(inputs)
+    timed = []
+    for config in configs:
+        out = torch.full_like(inputs.q, float("nan"))
+        call = ours(inputs, out, config)
+        call()
+        if rel_err(out[: len(want)], want) < MAX_ERR:
+            timed.append((time_graph([call], repeats=3, limit_s=limit_s).us, config))
+    return sorted(timed, key=lambda pair: pair[0])

@@ -1,0 +1,96 @@
+"""Time calls on a GPU, and write what was measured as a result file."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median of the repeats, the fastest and the slowest of them."""
+
+    us: float
+    low: float
+    high: float
+
+
+def time_graph(
+    calls: Sequence[Callable[[], Any]], *, calls_per_graph: int = 20, repeats: int = 7, limit_s: float = 1.0
+) -> Timing:
+    """Capture the calls, one after the other and over again, in a CUDA graph, and time its replays.
+
+    One call: its inputs stay in L2, which is the warm time. Many calls over distinct inputs: the rotated time.
+    A call slower than `limit_s` allows is repeated less often, three times at least.
+    """
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    once = time.perf_counter() - begin
+    count = max(len(calls), min(calls_per_graph, max(1, int(limit_s / repeats / once))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for n in range(count):
+            calls[n % len(calls)]()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    # replays in one measurement: about a millisecond, so that the events' own time does not show
+    replays = max(1, min(20, int(1e-3 / (once * count))))
+    samples = []
+    for _ in range(repeats):
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / (count * replays))
+    samples.sort()
+    return Timing(samples[len(samples) // 2], samples[0], samples[-1])
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a large device-to-device copy, bytes read and written counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    timing = time_graph([lambda: target.copy_(source)], calls_per_graph=4)
+    return 2 * source.numel() / timing.us / 1e6
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], *, command: str, commit: str, **facts: Any) -> None:
+    """One result file: what ran, on what, and the rows. `facts` join the top level (measured bandwidth, ...)."""
+    import triton
+
+    device = torch.cuda.get_device_properties(0)
+    document = {
+        "schema": SCHEMA,
+        "device": {"name": device.name, "arch": 10 * device.major + device.minor, "sms": device.multi_processor_count},
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+        **facts,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def current_commit() -> str:
+    """The commit of the working tree, "+" behind it if it has changes; "unknown" outside a repository."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, check=True, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
