@@ -168,7 +168,7 @@ class Step:
     busy_ns: int
     kernels: int
     graph_launches: int
-    phase: str  # "decode", "prefill", "mixed", "unknown"
+    phase: str  # "decode", "prefill", "mixed", "training", "unknown"
     batch: int | None = None
 
 
@@ -193,7 +193,7 @@ class Kernel:
 
     name: str
     category: str
-    rule: str  # which rule placed it, e.g. "builtin:42 name has flash_fwd"
+    rule: str  # which rule placed it, e.g. "builtin:28 fmha | flash_fwd"
     precision: str | None  # "fp4", "fp8", "int8", "bf16", "fp16", "tf32", "fp32" where the name says so
     kind: str  # "kernel", "memcpy", "memset"
     count: int
@@ -305,7 +305,7 @@ class Profile:
     gpus: tuple[str, ...]  # distinct names of the devices that worked
     devices: tuple[DeviceProfile, ...]
     main: int | None
-    phase: str  # "decode", "prefill", "mixed", "capture", "cpu-only", "unknown"
+    phase: str  # "decode", "prefill", "mixed", "training", "capture", "cpu-only", "unknown"
     phase_votes: tuple[Vote, ...]
     batch: int | None  # sequences per step, where every step that says so says the same
     health: Health
