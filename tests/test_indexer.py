@@ -157,9 +157,7 @@ def test_no_tokens(device):
     none, zero = ints(device=device), ints(0, device=device)
     indices, lengths = index_topk(*query(0, 4, device), keys, ints(0, 1, device=device)[None], none, none, 8)
     assert (indices.shape, lengths.shape) == ((0, 8), (0,))
-    indices, lengths = index_topk(
-        *query(1, 4, device), keys, ints(device=device).view(1, 0), none.new_zeros(1), none.new_ones(1), 8
-    )
+    indices, lengths = index_topk(*query(1, 4, device), keys, none.view(1, 0), zero, zero + 1, 8)
     assert (indices.tolist(), lengths.tolist()) == ([[-1] * 8], [0])
 
 
@@ -255,9 +253,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # as_strided makes views that overlap: no memory of their own
+        # these make views that overlap themselves: no memory of their own
         if isinstance(out, torch.Tensor) and "as_strided" not in str(func) and "expand" not in str(func):
-            self.bytes = max(self.bytes, out.untyped_storage().nbytes() if out._base is None else 0)
+            self.bytes = max(self.bytes, out.nbytes)
         return out
 
 
@@ -273,7 +271,7 @@ def test_memory_does_not_grow_with_tokens_times_entries(shared, monkeypatch):
     (q, w), lens = query(T, heads), torch.full((T,), N, dtype=torch.int32)
     with Largest() as largest:
         indices, lengths = index_topk(q, w, keys, table, slots, lens, 32)
-    assert q.nbytes < largest.bytes <= limit < T * N * 4
+    assert limit / 8 < largest.bytes <= limit < T * N * 4
     assert lengths.eq(32).all()
     want = index_logits_ref(q, w, read_rows(keys, torch.arange(N))).topk(32, dim=1).indices.sort(dim=1).values
     # all but near-ties, which sums in another order may swap
