@@ -1,5 +1,7 @@
 """Profiles built in memory, for tests of what reads profiles: exact times, and steps that vary by a known amount."""
 
+import hashlib
+
 from deepdecode.trace.model import (
     CATEGORIES,
     SCHEMA,
@@ -131,7 +133,7 @@ def profile(
     )
     return Profile(
         schema=SCHEMA,
-        sources=(Source(f"/data/{name}.json.gz", (name * 64)[:64], fmt, 1234),),
+        sources=(Source(f"/data/{name}.json.gz", hashlib.sha256(name.encode()).hexdigest(), fmt, 1234),),
         gpus=(gpu,) if gpu else (),
         devices=(device,) * gpus,
         main=0,

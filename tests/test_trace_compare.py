@@ -58,9 +58,10 @@ def test_below_noise_is_no_change():
 def test_share_rose_time_did_not():
     comparison = run(profile(BASE, name="a"), profile(with_attention(1.0), name="b"))
     text = text_of(comparison, "share-rose-time-flat")
-    assert text.startswith(
-        "GEMM tensor-core: the share rose (50.0 % -> 71.4 % of GPU time), the time per step did not (5.000 -> 5.000"
-    )
+    assert text.startswith("the share rose, the time per step did not, because the rest shrank: ")
+    assert "GEMM tensor-core 50.0 % -> 71.4 % of GPU time at 5.000 -> 5.000 ms" in text
+    assert "glue 10.0 % -> 14.3 %" in text
+    assert "attention" not in text
 
 
 def test_target_fell_total_rose():

@@ -384,16 +384,25 @@ def _readings(runs: Sequence[Run], cats: Sequence[Row], kernels: Sequence[Row], 
     if wall != 0 and same_work and a.graph_mode == b.graph_mode and a.sha256 != b.sha256:
         text = f"the kernels take the same time ({work}) and only the gaps changed the step ({step}): "
         flag("profiler-overhead", "refuse", text + "the host or the profiler's own overhead; time it without a profiler")
-    for row in cats:
-        x, y = row.cells[before], row.cells[after]
-        if x and y and y.share - x.share >= SHARE_POINTS and _cell_moved(x, y, few) <= 0:
-            shares = f"{percent(x.share)} -> {percent(y.share)} of GPU time"
-            text = f"{CATEGORIES.get(row.key, row.key)}: the share rose ({shares}), the time per step did not "
-            flag("share-rose-time-flat", "note", text + f"({ms(x.step_ns)} -> {ms(y.step_ns)} ms): the rest shrank")
+    flat = [text for row in cats if (text := _share_rose(row, before, after, few))]
+    if flat:
+        flag(
+            "share-rose-time-flat",
+            "note",
+            f"the share rose, the time per step did not, because the rest shrank: {'; '.join(flat)}",
+        )
     _target_flag(cats, before, after, busy, wall, few, f"total GPU time rose ({work})", step, flag)
     for text in _moves(cats, kernels, before, after, few):
         flag("work-moved", "warn", text)
     return out
+
+
+def _share_rose(row: Row, before: int, after: int, few: bool) -> str:
+    x, y = row.cells[before], row.cells[after]
+    if not x or not y or y.share - x.share < SHARE_POINTS or _cell_moved(x, y, few) > 0:
+        return ""
+    name = CATEGORIES.get(row.key, row.key)
+    return f"{name} {percent(x.share)} -> {percent(y.share)} of GPU time at {ms(x.step_ns)} -> {ms(y.step_ns)} ms"
 
 
 def _cell_moved(x: Cell | None, y: Cell | None, few: bool) -> int:

@@ -140,6 +140,7 @@ def page(
         percent=percent,
         count=count,
         inline=inline,
+        upper_first=lambda text: text[:1].upper() + text[1:],
     )
     # a name cannot hold "<style>" or "<script>": escaping is on, so the first of each is the template's own
     for tag in ("script", "style"):

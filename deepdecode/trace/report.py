@@ -1,5 +1,6 @@
 """Profiles, comparisons and advice as documents for `render`, as JSON, and without what must not be shared."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,10 @@ LABEL_WIDTH = 20
 
 def to_json(value: Any) -> str:
     """One document; every one of ours carries `schema`."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+    try:
+        return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+    except UnicodeEncodeError:  # half a surrogate pair in a name: ASCII escapes can say that, UTF-8 cannot
+        return json.dumps(msgspec.to_builtins(value), indent=2) + "\n"
 
 
 def category_name(key: str) -> str:

@@ -1,0 +1,97 @@
+"""Documents for terminals, pipes and markdown; names that try to be something else."""
+
+import io
+import re
+
+import pytest
+
+from deepdecode.trace.render import Bullets, Code, Doc, Table, clean, markdown, plain, quote, short, show, signed_percent
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\x1b[31mred\x1b[0m",
+    "[/x] [bold red]b[/]",
+    "a|b\\|c",
+    "`rm -rf`",
+    "one\ntwo\r\nthree",
+    "\u202eevil\u202c\u200b",
+    ":smile: {{7*7}} %s {0}",
+    "@someone https://x.y www.x.y",
+    "![i](http://x) # * _ ~~x~~ &lt;",
+    "\ud800 lone",
+    "\x9b31m c1",
+]
+
+
+def table(*names):
+    return Doc(
+        "t",
+        (Table("kernels", ("name", "n"), "lr", tuple((Code(n), "1") for n in names)), Bullets("b", tuple(map(quote, names)))),
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_writer_lets_a_name_act(name, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    doc = table(name)
+    terminal = Terminal()
+    show(doc, terminal)
+    bold_only = re.sub(r"\x1b\[[0-3]?m", "", terminal.getvalue())  # NO_COLOR leaves bold and dim
+    for text in (plain(doc), bold_only, markdown(doc)):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\ud800-\udfff]", text)
+        assert clean(name)[:3].replace("`", "'").replace("|", "¦") in text.replace("`", "'").replace("|", "¦")
+    assert plain(doc).count("\n") == 9  # a newline in a name does not make a line
+    rows = [line for line in markdown(doc).splitlines() if line.startswith("|")]
+    assert [row.count("|") for row in rows] == [3, 3, 3]
+    outside = re.sub(r"`[^`]*`", "", markdown(doc))
+    assert not re.search(r"[<\[@!]|http", outside)
+
+
+def test_rich_shows_markup_as_it_is(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal = Terminal()
+    show(table("[/x] [bold]b[/] :smile:"), terminal)
+    assert "[/x] [bold]b[/] :smile:" in terminal.getvalue()
+
+
+def test_plain_columns_line_up():
+    doc = Doc("t", (Table("", ("name", "ms"), "lr", (("a", "1.0"), (Code("漢字"), "12.0"), ("é", "3"))),))
+    assert plain(doc) == "t\n\n  name    ms\n  ----  ----\n  a      1.0\n  漢字  12.0\n  é        3\n"
+
+
+def test_a_pipe_gets_no_escape_codes():
+    out = io.StringIO()
+    show(table("k"), out)
+    assert out.getvalue() == plain(table("k"))
+
+
+def test_dumb_terminal_gets_plain(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    show(table("k"), terminal)
+    assert terminal.getvalue() == plain(table("k"))
+
+
+def test_names_are_shortened_in_the_middle():
+    name = "void cutlass::" + "x" * 200 + "::run<3>"
+    assert len(short(name)) == 64
+    assert short(name).startswith("void cutlass::")
+    assert short(name).endswith("::run<3>")
+    assert isinstance(short("k"), Code)
+
+
+def test_our_sentences_keep_their_code_in_markdown():
+    doc = Doc("`a` -> b", ("5 < 6, *x* and snake_case, a `k_1|2` here",))
+    assert markdown(doc) == "## `a` -> b\n\n5 \\< 6, \\*x\\* and snake_case, a `k_1¦2` here\n"
+
+
+@pytest.mark.parametrize(("before", "after", "text"), [(2, 1, "-50.0 %"), (0, 1, "new"), (0, 0, "-"), (1, 1, "+0.0 %")])
+def test_signed_percent(before, after, text):
+    assert signed_percent(before, after) == text
