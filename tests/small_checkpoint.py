@@ -5,26 +5,26 @@ import json
 
 import torch
 
-from deepdecode.checkpoint.container import append, header_bytes
+from deepdecode.checkpoint.container import DTYPE_NAMES, append, header_bytes
 from deepdecode.checkpoint.open import INDEX
 from deepdecode.config import ModelConfig
 
 # every ratio, a hash layer, and sizes that 8 ranks can share in whole blocks of scales
 SMALL = ModelConfig(
     vocab_size=64,
-    hidden_size=256,
-    num_layers=4,
+    hidden_size=128,
+    num_layers=3,
     num_heads=8,
     head_dim=128,
     rope_dim=16,
     q_lora_rank=128,
     o_groups=8,
     o_lora_rank=128,
-    compress_ratios=(0, 4, 128, 4),
+    compress_ratios=(0, 4, 128),
     index_heads=4,
     index_head_dim=32,
     index_topk=16,
-    num_experts=8,
+    num_experts=4,
     experts_per_token=2,
     expert_width=1024,
     num_hash_layers=1,
@@ -54,8 +54,6 @@ def leaves(weights, at=""):
 
 def write_file(path, tensors, metadata=None):
     """A safetensors file with these tensors, whatever they are called."""
-    from deepdecode.checkpoint.container import DTYPE_NAMES
-
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     with path.open("wb") as file:
         file.write(header_bytes(((n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in order), metadata))

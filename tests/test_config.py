@@ -220,10 +220,11 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 @given(name=st.sampled_from(sorted(official())), value=VALUES | st.just("gone"))
 @settings(max_examples=200, deadline=None)
 def test_any_field_is_right_or_refused(name, value):
+    raw = official(**{name: value})
     try:
-        config = read_config(official(**{name: value}))
-    except ConfigError as problem:
-        assert str(problem).startswith("config: ")
-        assert "\n" not in str(problem)
+        config = read_config(raw)
+    except ConfigError:
+        with pytest.raises(ConfigError, match=r"\Aconfig: [^\n]+\Z"):
+            read_config(raw)
     else:
         assert read_config(config_json(config)) == config

@@ -63,8 +63,8 @@ class Stored:
         return flat.view(dtype).view(self.shape)
 
     def release(self) -> None:
-        """Let the kernel drop the pages of this tensor from our memory; the view stays valid."""
-        self.file.drop(self.begin, self.end)
+        """Give back the memory of the pages read so far; the view stays valid and reads them again."""
+        self.file.release()
 
 
 @dataclass(eq=False)
@@ -93,11 +93,10 @@ class TensorFile:
                 whole = self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return whole[begin:end]
 
-    def drop(self, begin: int, end: int) -> None:
+    def release(self) -> None:
+        # of the whole file, since the kernel maps neighbours of the pages that are read
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-            if end > first:
-                self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def open_file(path: Path) -> TensorFile:

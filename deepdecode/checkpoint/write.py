@@ -259,6 +259,7 @@ class Seeded:
         if self.expert_dtype == "fp8":
             spread = 0.5 + torch.rand(shape, generator=generator, device=self.device)
             return spread * (spec.shape[1] ** -0.5 / rms)
-        exponent = 127 + round(-0.5 * math.log2(spec.shape[1]) - math.log2(rms))
+        # the upper of two exponents, so that the mean of both comes out right
+        exponent = 127 + round(-0.5 * math.log2(spec.shape[1]) - math.log2(rms) + 0.3)
         codes = torch.randint(exponent - 1, exponent + 1, shape, generator=generator, device=self.device)
         return codes.to(torch.uint8).view(torch.float8_e8m0fnu)
