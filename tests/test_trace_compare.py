@@ -113,7 +113,7 @@ def test_same_file_is_refused():
         ("batch-mismatch", {"batch": 64}, "batch size is 16 before and 64 after"),
         ("gpu-mismatch", {"gpu": "NVIDIA A100"}, "`NVIDIA H200` before and `NVIDIA A100` after"),
         ("gpu-count-mismatch", {"gpus": 8}, "1 GPU timelines before and 8 after"),
-        ("step-mismatch", {"signal": "window", "steps": 1}, "`run1` shows no steps"),
+        ("step-mismatch", {"signal": "none: x", "steps": 1}, "`run1` shows no steps"),
         ("step-mismatch", {"agreement": 0.3}, "the signals disagree about the steps of `run1`"),
         ("capture", {"capture": "graph-capture", "phase": "capture"}, "`run1` is a graph-capture trace"),
     ],
@@ -178,10 +178,11 @@ def test_few_steps_widen_the_noise():
 
 def test_neither_shows_steps():
     comparison = run(
-        profile(BASE, name="a", signal="window", steps=1), profile(with_attention(2.0), name="b", signal="window", steps=1)
+        profile(BASE, name="a", signal="none: the whole capture is one step", steps=1),
+        profile(with_attention(2.0), name="b", signal="none: the whole capture is one step", steps=1),
     )
     assert codes(comparison, "refuse") == []
-    assert "whole captures are compared" in text_of(comparison, "no-steps")
+    assert "whole captures are compared (129 and 129 kernels)" in text_of(comparison, "no-steps")
 
 
 def test_no_gpu_work():

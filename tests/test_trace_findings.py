@@ -33,7 +33,7 @@ def test_entry_holds_what_a_reader_needs():
         "#### Flags",
         "#### Verdict",
         "Candidates, best first",
-        "What would change it",
+        "What would change the choice",
     ):
         assert words in text
     assert "10.000 -> 8.000 ms a step" in text

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from deepdecode.trace.compare import UNKNOWN_LIMIT, WHOLE, spread
-from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, TraceError
+from deepdecode.trace.model import DeviceProfile, Profile, TraceError
 from deepdecode.trace.render import count, ms, percent, quote
 
 SCHEMA = 1  # of Advice as JSON
@@ -311,7 +311,7 @@ def _limits(profile: Profile, dev: DeviceProfile, scale: float, unused: Sequence
     out = ["every ceiling is an upper bound: removing time may only uncover a wait that it hid"]
     if scale < 1:
         out.append(f"medians of categories add up to more than the median step and were scaled by {scale:.3f}")
-    if dev.steps.signal in WHOLE:
+    if dev.steps.signal.startswith(WHOLE):
         out.append("no steps were found: the whole capture counts as one step, idle time at its edges included")
     elif dev.steps.count < 4:
         out.append(f"{dev.steps.count} step{'s' * (dev.steps.count != 1)} cannot show how much steps vary")
@@ -329,7 +329,3 @@ def _limits(profile: Profile, dev: DeviceProfile, scale: float, unused: Sequence
     for name in unused:
         out.append(f"a number was given for {name}, which is no candidate of this profile")
     return tuple(out)
-
-
-def takes_text(takes: Sequence[str]) -> str:
-    return ", ".join("idle" if name == IDLE else CATEGORIES.get(name, name) for name in takes)

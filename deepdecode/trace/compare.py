@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Kernel, Profile
-from deepdecode.trace.render import ms, percent, quote, signed_percent
+from deepdecode.trace.render import count, ms, percent, quote, signed_percent
 
 SCHEMA = 1  # of Comparison as JSON
 
@@ -21,6 +21,7 @@ SHARE_POINTS = 0.01  # a share that moves less than this has not moved
 MOVED = 0.5  # of a category's fall, found in kernels that are new in another category
 PRECISION_SHARE = 0.10  # of GEMM and MoE time of known precision
 UNKNOWN_LIMIT = 0.05
+WHOLE = "none"  # how Steps.signal starts when the whole capture counts as one step
 NOISE_RULE = (
     "a change counts when it passes the larger interquartile range of the two runs' steps, "
     f"and at least {100 * NOISE_FLOOR:.0f} % ({100 * NOISE_FLOOR_FEW:.0f} % with fewer than {MIN_STEPS} steps)"
@@ -64,6 +65,11 @@ class Run:
     graph_launches: float
     precisions: dict[str, float]
     unknown_share: float
+
+    @property
+    def whole(self) -> bool:
+        """No steps were found: the capture counts as one."""
+        return self.step_signal.startswith(WHOLE)
 
 
 @dataclass(frozen=True)
@@ -327,12 +333,14 @@ def _or_unknown(value: int | None) -> str:
 
 
 def _step_flags(a: Run, b: Run, flag) -> None:
-    whole = [run for run in (a, b) if run.step_signal in WHOLE]
+    whole = [run for run in (a, b) if run.whole]
     if len(whole) == 1:
-        text = f"{quote(whole[0].label)} shows no steps: its whole capture would be compared with one step"
+        text = f"{quote(whole[0].label)} shows no steps: its whole capture would be compared with a step"
         flag("step-mismatch", "refuse", text)
     elif len(whole) == 2:
-        flag("no-steps", "warn", "neither profile shows steps: the whole captures are compared, as if each were one step")
+        kernels = f"{count(a.launches)} and {count(b.launches)} kernels"
+        text = f"no steps were found: the whole captures are compared ({kernels}), as if each were one"
+        flag("no-steps", "warn", text)
     split = [run for run in (a, b) if run not in whole and run.agreement < 0.5]
     for run in split:
         text = f"the signals disagree about the steps of {quote(run.label)} ({run.steps} by {run.step_signal})"
@@ -346,10 +354,6 @@ def _step_flags(a: Run, b: Run, flag) -> None:
         fewest = min(a.steps, b.steps)
         text = f"{fewest} step{'s' * (fewest != 1)} cannot show the noise: changes under {NOISE_FLOOR_FEW:.0%} are not called"
         flag("few-steps", "note", text)
-
-
-# Steps.signal of a profile in which no step was found: the window is the capture
-WHOLE = ("", "none", "window", "capture")
 
 
 def _precision_flags(a: Run, b: Run, flag) -> None:

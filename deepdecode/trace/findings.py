@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from deepdecode.trace.model import Profile
-from deepdecode.trace.render import Bullets, Code, Doc, Table, code_span, markdown, quote
+from deepdecode.trace.render import Code, Doc, Table, code_span, markdown
 
 try:
     import fcntl
@@ -76,9 +76,3 @@ def append(path: str | Path, text: str) -> None:
             data = data[os.write(fd, data) :]
     finally:
         os.close(fd)
-
-
-def choice_doc(choice: str | None, because: str, would_change: Sequence[str]) -> Doc:
-    """What the ranking says, apart from what the user decides."""
-    said = f"Next: {quote(choice)}, because {because}." if choice else f"Next: nothing, because {because}."
-    return Doc("Choice", (said, Bullets("What would change it", tuple(would_change))) if would_change else (said,))

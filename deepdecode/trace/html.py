@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepdecode.trace.advise import IDLE, Advice, takes_text
+from deepdecode.trace.advise import IDLE, Advice
 from deepdecode.trace.compare import Comparison
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Timeline, TraceError
 from deepdecode.trace.render import clean, count, ms, percent, signed_ms, signed_percent
-from deepdecode.trace.report import headline, health_text
+from deepdecode.trace.report import headline, health_text, takes_text
 
 MAX_KERNELS = 600  # rows of the kernel table
 MAX_SLICES = 4000  # rectangles of one timeline

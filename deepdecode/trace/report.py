@@ -4,13 +4,10 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deepdecode.trace.advise import Advice, takes_text
-from deepdecode.trace.compare import Comparison, Row
-from deepdecode.trace.findings import choice_doc
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Health, Profile, Source
 from deepdecode.trace.render import (
     Bullets,
@@ -26,9 +23,11 @@ from deepdecode.trace.render import (
     signed_ms,
     signed_percent,
 )
-from deepdecode.trace.servebench import Cell as ServingCell
-from deepdecode.trace.servebench import Row as ServingRow
-from deepdecode.trace.servebench import ServingComparison
+
+if TYPE_CHECKING:  # a profile alone is shown without loading what compares and advises
+    from deepdecode.trace import servebench
+    from deepdecode.trace.advise import Advice
+    from deepdecode.trace.compare import Comparison, Row
 
 TOP = 15
 SHOWN_GAPS = 5
@@ -195,7 +194,7 @@ def _device_table(profile: Profile) -> Table:
 # ---- a comparison
 
 
-def comparison_doc(comparison: Comparison, top: int = TOP) -> Doc:
+def comparison_doc(comparison: "Comparison", top: int = TOP) -> Doc:
     parts: list[Part] = [
         _runs_table(comparison),
         _rows_table("Time per step by category", "category", comparison, comparison.categories),
@@ -212,7 +211,7 @@ def _label(text: str) -> Code:
     return short(text, LABEL_WIDTH)
 
 
-def _runs_table(comparison: Comparison) -> Table:
+def _runs_table(comparison: "Comparison") -> Table:
     runs = comparison.runs
     facts = (
         ("GPU", [Code(run.gpu or "-") for run in runs]),
@@ -232,17 +231,17 @@ def _runs_table(comparison: Comparison) -> Table:
     return Table("Runs", ("", *(_label(run.label) for run in runs)), "l" + "r" * len(runs), rows)
 
 
-def _most_changed(comparison: Comparison, top: int) -> tuple[Row, ...]:
+def _most_changed(comparison: "Comparison", top: int) -> tuple["Row", ...]:
     """By absolute change between the first and the last, then by size: what moved comes first."""
 
-    def change(row: Row) -> tuple[int, int]:
+    def change(row: "Row") -> tuple[int, int]:
         values = [cell.step_ns if cell else 0 for cell in row.cells]
         return max(values) - min(values), max(values)
 
     return tuple(sorted(comparison.kernels, key=change, reverse=True)[:top])
 
 
-def _rows_table(title: str, what: str, comparison: Comparison, rows: Sequence[Row]) -> Table:
+def _rows_table(title: str, what: str, comparison: "Comparison", rows: Sequence["Row"]) -> Table:
     head: list[str] = [what]
     if what == "kernel":
         head.append("category")
@@ -265,7 +264,7 @@ def _rows_table(title: str, what: str, comparison: Comparison, rows: Sequence[Ro
     )
 
 
-def _total_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+def _total_rows(comparison: "Comparison") -> list[tuple[str, ...]]:
     runs = comparison.runs
     rows = []
     for name, values in (
@@ -283,7 +282,7 @@ def _total_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 # ---- advice
 
 
-def advice_doc(advice: Advice) -> Doc:
+def advice_doc(advice: "Advice") -> Doc:
     batch = f", batch {advice.batch}" if advice.batch is not None else ""
     intro = (
         f"{advice.phase}{batch}, {advice.steps} step{'s' * (advice.steps != 1)}: {ms(advice.step_ns)} ms a step, "
@@ -315,10 +314,16 @@ def advice_doc(advice: Advice) -> Doc:
             text += f" Largest kernel: {quote(str(short(candidate.largest)))}."
         details.append(" ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in candidate.notes)]))
     parts.append(Bullets("Candidates in words", tuple(details)))
-    choice = choice_doc(advice.choice, advice.because, advice.would_change)
-    parts += choice.parts
+    parts.append(f"Next: {quote(advice.choice) if advice.choice else 'nothing'}, because {advice.because}.")
+    if advice.would_change:
+        parts.append(Bullets("What would change the choice", advice.would_change))
     parts.append(Bullets("What this profile cannot say", advice.limits))
     return Doc(f"What next for {quote(advice.label)}", tuple(parts))
+
+
+def takes_text(takes: Sequence[str]) -> str:
+    """The categories that a candidate takes; `idle` is none of them and keeps its name."""
+    return ", ".join(category_name(key) for key in takes)
 
 
 def _factor(value: float | None) -> str:
@@ -328,7 +333,7 @@ def _factor(value: float | None) -> str:
 # ---- serving results
 
 
-def serving_doc(comparison: ServingComparison) -> Doc:
+def serving_doc(comparison: "servebench.ServingComparison") -> Doc:
     files = comparison.files
     head = ["", "metric", *(_label(file.label) for file in files), *(Code(f"{_label(file.label)} ratio") for file in files[1:])]
     align = "ll" + "r" * (2 * len(files) - 1)
@@ -351,14 +356,14 @@ def serving_doc(comparison: ServingComparison) -> Doc:
     return Doc("Serving results of " + ", ".join(quote(file.label) for file in files), tuple(parts))
 
 
-def metric_name(row: ServingRow) -> str:
+def metric_name(row: "servebench.Row") -> str:
     if row.metric == "output_tps":
         return "output tok/s"
     stat, _, metric = row.metric.rpartition("_")
     return f"{metric.upper()} {stat}"
 
 
-def _serving_cell(cell: ServingCell | None) -> str:
+def _serving_cell(cell: "servebench.Cell | None") -> str:
     if cell is None:
         return "-"
     spread = f" ({cell.low:.2f} to {cell.high:.2f}, {cell.runs} runs)" if cell.runs > 1 else ""
