@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# tiny tensors: a second thread costs more than it gives, and the tests may share two cores
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

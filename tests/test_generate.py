@@ -1,5 +1,6 @@
 """The main job as a user runs it: text in, tokens out, from the embedded checkpoint."""
 
+import io
 import json
 import os
 import signal
@@ -71,7 +72,7 @@ def test_prompts_from_files_and_stdin(capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("line one\nline two")
     rows = document(capsys, "--prompt-file", str(tmp_path / "p.txt"), "--max-new-tokens", "1")["rows"]
     assert [row["prompt"] for row in rows] == ["line one\nline two"]
-    monkeypatch.setattr("sys.stdin", open(tmp_path / "p.txt"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("line one\nline two"))
     assert document(capsys, "--prompt-file", "-", "--max-new-tokens", "1")["rows"] == rows
 
 
