@@ -29,10 +29,16 @@ MAX_US = MAX_NS // 1000
 ROW, CALLS = 11, 6  # columns of Collector.rows and .calls
 
 # 2021 wrote Kernel, Memcpy, Memset, Runtime
-KINDS = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET}
-KINDS |= {cat.capitalize(): kind for cat, kind in KINDS.items()}
+KINDS: dict[str | None, int] = {
+    "kernel": KERNEL,
+    "gpu_memcpy": MEMCPY,
+    "memcpy": MEMCPY,
+    "gpu_memset": MEMSET,
+    "memset": MEMSET,
+}
+KINDS |= {"Kernel": KERNEL, "Memcpy": MEMCPY, "Memset": MEMSET}
 WORK, CALL, NOTE = 0, 1, 2
-GROUPS = dict.fromkeys(KINDS, WORK)
+GROUPS: dict[str | None, int] = dict.fromkeys(KINDS, WORK)
 GROUPS |= dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "Runtime", "hip_runtime", "privateuse1_runtime"), CALL)
 GROUPS |= dict.fromkeys(("user_annotation", "gpu_user_annotation"), NOTE)
 LAUNCH, GRAPH_LAUNCH, CAPTURES = 1, 2, 3
@@ -178,7 +184,7 @@ class Collector:
         self.runtime.append(array("q"))
         return len(self.file_of) - 1
 
-    def name_id(self, name: Any) -> int:
+    def name_id(self, name: str | int | float | None) -> int:
         found = self.names.get(name) if type(name) is str else None
         if found is None:
             name = name if type(name) is str else str(name)
@@ -193,8 +199,9 @@ class Collector:
         """Keep what is GPU work, a launch, or an annotation."""
         self.events += len(events)
         kept: tuple[list[_Event], ...] = ([], [], [])
+        find = GROUPS.get
         for e in events:
-            if (group := GROUPS.get(e.cat)) is not None and e.ph == "X":
+            if e.ph == "X" and (group := find(e.cat)) is not None:
                 kept[group].append(e)
         for e in kept[NOTE]:
             start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
@@ -217,8 +224,7 @@ class Collector:
         out[:, 2] = _ints([e.tid if a.stream is None else a.stream for a, e in zip(args, events, strict=True)], 0)
         out[:, 3] = start
         out[:, 4] = np.where(bad, 0, dur)
-        ids = self.names
-        out[:, 5] = [found if (found := ids.get(e.name)) is not None else self.name_id(e.name) for e in events]
+        out[:, 5] = [self.name_id(e.name) for e in events]
         out[:, 6] = [KINDS[e.cat] for e in events]
         out[:, 7] = _ints([a.correlation for a in args])
         out[:, 8] = _ints([a.graph for a in args])

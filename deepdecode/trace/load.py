@@ -133,7 +133,7 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
         capture=_capture(into, table, launches),
     )
     marks.sort(key=lambda m: (m[1], -m[2]))
-    annotations = tuple(Annotation(name, t - origin, *rest) for name, t, *rest in marks)
+    annotations = tuple(Annotation(name, t - origin, dur, p, thread, on_gpu) for name, t, dur, p, thread, on_gpu in marks)
     return Trace(tuple(sources), table, tuple(into.names), launches, annotations, gpus, origin, health, tuple(into.notes))
 
 

@@ -138,8 +138,8 @@ def _device(
         votes=found.votes,
         agreement=found.agreement,
         items=tuple(
-            Step(*values, phases[i], found.batch[i])
-            for i, *values in zip(
+            Step(begin, length, busy, count, replays, phases[i], found.batch[i])
+            for i, begin, length, busy, count, replays in zip(
                 keep,
                 border[:, 0].tolist(),
                 wall.tolist(),
@@ -265,10 +265,9 @@ def _gaps(sums: Account, group, names) -> tuple[Gap, ...]:
     def name(row: int) -> str:
         return names[group[row]] if row >= 0 else ""
 
-    return tuple(
-        Gap(int(sums.gap_start[i]), int(sums.gap_ns[i]), name(sums.gap_before[i]), name(sums.gap_after[i]))
-        for i in longest.tolist()
-    )
+    columns = (sums.gap_start, sums.gap_ns, sums.gap_before, sums.gap_after)
+    found = zip(*(column[longest].tolist() for column in columns), strict=True)
+    return tuple(Gap(start, length, name(before), name(after)) for start, length, before, after in found)
 
 
 def _timeline(sums: Account, border, wall, table, rows, group, names, placed, start, dur) -> Timeline | None:

@@ -118,15 +118,14 @@ def find(trace: Trace, rows: np.ndarray, launch: np.ndarray, category: np.ndarra
         votes = tuple(Vote(s, values[s]) for s in SIGNALS)
         border = np.array([[start[0], end.max()]])
         return Found(border, ["unknown"], [None], "none: the whole capture is one step", votes, 0.0)
-    # among ranges of one count the widest: an engine's inner range leaves out sampling and preparation
-    reach = {s: ends.get(s, 0) - int(starts[s][0]) if s in ends else 0 for s in candidates}
-    winner = max(candidates, key=lambda s: (given[values[s]], s in ends, reach[s], -SIGNALS.index(s)))
-    count = values[winner]
+    winner = max(candidates, key=lambda s: (given[values[s] or 0], s in ends, -SIGNALS.index(s)))
+    count = values[winner] or 0
     votes = tuple(Vote(s, v, "" if v in (None, count) else "disagrees") for s, v in values.items())
     agreement = given[count] / sum(given.values())
 
     begins = starts[winner]
-    stop = ends.get(winner, int(end.max()))
+    # an engine's inner range leaves out sampling, which the outer one of the same count ends with
+    stop = max((stop for s, stop in ends.items() if values[s] == count), default=int(end.max()))
     border = np.stack([begins, np.append(begins[1:], max(stop, int(begins[-1])))], axis=1)
     # what the winner cannot say, another family of as many ranges may
     marks = next((marked[s] for s in ("engine step", "engine batch", "named range") if len(marked.get(s, ())) == count), None)
