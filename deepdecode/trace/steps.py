@@ -107,7 +107,7 @@ def find(trace: Trace, rows: np.ndarray, launch: np.ndarray, category: np.ndarra
         starts["graph launches"] = begins
     if len(begins := _sampling_steps(trace, rows, start, end, category)):
         starts["sampling"] = begins
-    once = _once_per_step(trace.table.name[rows], start)
+    once = _once_per_step(trace.table.name[rows])
     values: dict[str, int | None] = {s: len(starts[s]) if s in starts else None for s in SIGNALS}
     values["once per step"] = once
     heads = Counter(v for s, v in values.items() if v and s not in SUPPORT)
@@ -216,16 +216,13 @@ def _sampling_steps(trace: Trace, rows: np.ndarray, start: np.ndarray, end: np.n
     return np.unique(np.concatenate([start[:1], start[follow]]))
 
 
-def _once_per_step(name: np.ndarray, start: np.ndarray) -> int | None:
-    """The count that most of the rare kernel names share: rare ones run once a step, the others once a layer."""
+def _once_per_step(name: np.ndarray) -> int | None:
+    """The smallest count that at least three of the rarer names share; the others run once a layer, or more."""
     counts = np.bincount(name)
-    counts = counts[counts > 0]
-    rare = counts[counts * 4 <= counts.max()]
-    if not len(rare):
-        return None
+    rare = counts[(counts > 0) & (counts * 4 <= counts.max())]
     values, names = np.unique(rare, return_counts=True)
-    best = int(np.argmax(names))
-    return int(values[best]) if names[best] >= 3 else None
+    shared = values[names >= 3]
+    return int(shared[0]) if len(shared) else None
 
 
 def _per_layer(name: np.ndarray, heads: Counter[int]) -> int | None:
