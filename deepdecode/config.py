@@ -189,6 +189,8 @@ def parse_json(text: bytes, name: str, error: type[ValueError]) -> dict[str, Any
 def shown(value: object) -> str:
     """Untrusted text for a message: one line, no control characters, at most 100 characters."""
     text = value if isinstance(value, str) else repr(value)
+    if len(text) <= 100 and text.isprintable():
+        return text
     text = "".join(c if c.isprintable() else "?" for c in text[:400])
     return text if len(text) <= 100 else text[:97] + "..."
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepdecode.cards import CARDS, Card
-from deepdecode.checkpoint.container import CheckpointError, Stored, TensorFile
+from deepdecode.checkpoint.container import DTYPES, CheckpointError, Stored, TensorFile
 from deepdecode.checkpoint.layout import shard
 from deepdecode.checkpoint.open import Checkpoint, open_checkpoint
 from deepdecode.config import ConfigError, ModelConfig, shown
@@ -24,6 +24,7 @@ WAYS = (1, 2, 4, 8, 16)
 MAX_LINES = 100
 # of a name under its layer, for its layer's ratio; the first that fits
 _COMPONENTS = (
+    (r"ffn\.experts\.", "routed experts"),
     (r"attn\.(wq_b|wo_a|wo_b|attn_sink)\b", "attention, cut by heads"),
     (r"attn\.indexer\.", "indexer"),
     (r"attn\.compressor\.", "compressors of ratio {ratio}"),
@@ -32,7 +33,6 @@ _COMPONENTS = (
     (r"ffn\.gate\.tid2eid", "hash tables"),
     (r"ffn\.gate\.", "gate"),
     (r"ffn\.shared_experts\.", "shared experts"),
-    (r"ffn\.experts\.", "routed experts"),
 )
 _PATTERNS = [(re.compile(pattern), title) for pattern, title in _COMPONENTS]
 _LAYER = re.compile(r"^layers\.(\d+)\.(.*)$")
@@ -111,10 +111,10 @@ def inspect_dir(path: str | Path, *, cache_tokens: int = 32768, scale_bytes: int
     for file in checkpoint.files:
         report.shards.append({"name": shown(file.path.name), "bytes": file.size, "tensors": len(file.tensors)})
         report.metadata |= {shown(key): shown(value) for key, value in list(file.metadata.items())[:20]}
-    _count(checkpoint, report)
+    sums = _count(checkpoint, report)
     _read_values(checkpoint, report, scale_bytes)
     if not report.faults:
-        _fit(checkpoint, report, cache_tokens)
+        _fit(config, sums, report, cache_tokens)
     return report
 
 
@@ -136,14 +136,27 @@ def component(name: str, config: ModelConfig) -> str:
     return title.format(ratio=ratio)
 
 
-def _count(checkpoint: Checkpoint, report: Report) -> None:
-    components, dtypes = Counter[str](), Counter[str]()
+@dataclass
+class _Sums:
+    """Bytes of the weights that are loaded: what tensor parallelism cuts, and what is whole on every rank."""
+
+    cut: int = 0
+    whole: int = 0
+
+
+def _count(checkpoint: Checkpoint, report: Report) -> _Sums:
+    components, dtypes, sums = Counter[str](), Counter[str](), _Sums()
     for file in checkpoint.files:
         for stored in file.tensors.values():
             dtypes[stored.dtype] += stored.end - stored.begin
     for name, piece in checkpoint.tensors.items():
         numel = math.prod(piece.shape)
-        components[component(name, checkpoint.config)] += _bytes(checkpoint, name)
+        size = numel * DTYPES[piece.dtype].itemsize
+        components[component(name, checkpoint.config)] += size
+        if shard(name):
+            sums.cut += size
+        else:
+            sums.whole += size
         if not name.endswith((".scale", ".tid2eid")):
             # two codes in a byte
             report.parameters += numel * (2 if piece.dtype == "I8" else 1)
@@ -152,13 +165,7 @@ def _count(checkpoint: Checkpoint, report: Report) -> None:
     report.tensors = len(checkpoint.tensors) + len(checkpoint.drafts)
     report.bytes = sum(file.size - file.header_bytes for file in checkpoint.files)
     report.components, report.dtypes = dict(components.most_common()), dict(dtypes.most_common())
-
-
-def _bytes(checkpoint: Checkpoint, name: str) -> int:
-    piece = checkpoint.tensors[name]
-    stored = piece.stored
-    whole = math.prod(stored.shape)
-    return (stored.end - stored.begin) * math.prod(piece.shape) // whole if whole else 0
+    return sums
 
 
 def _read_values(checkpoint: Checkpoint, report: Report, limit: int | None) -> None:
@@ -190,16 +197,7 @@ def _file(file: TensorFile) -> str:
     return shown(file.path.name)
 
 
-def rank_bytes(checkpoint: Checkpoint, ways: int) -> int:
-    """Bytes of one rank's weights by tensor parallelism, as they are stored; draft layers are not loaded."""
-    total = 0
-    for name in checkpoint.tensors:
-        total += _bytes(checkpoint, name) // (ways if shard(name) else 1)
-    return total
-
-
-def _fit(checkpoint: Checkpoint, report: Report, tokens: int) -> None:
-    config = checkpoint.config
+def _fit(config: ModelConfig, sums: _Sums, report: Report, tokens: int) -> None:
     report.cache_tokens = min(tokens, config.max_positions)
     report.cache_format = "bf16"
     if (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128):
@@ -207,7 +205,7 @@ def _fit(checkpoint: Checkpoint, report: Report, tokens: int) -> None:
     assert report.cache_format in INDEX_FORMATS
     report.cache_bytes = plan_cache(config, max_len=report.cache_tokens, fmt=report.cache_format).total
     sizes = (config.o_groups, config.expert_width, config.vocab_size)
-    ranks = {ways: rank_bytes(checkpoint, ways) for ways in WAYS if all(size % ways == 0 for size in sizes)}
+    ranks = {ways: sums.whole + sums.cut // ways for ways in WAYS if all(size % ways == 0 for size in sizes)}
     report.fits = [_fit_card(card, config, ranks, report) for card in CARDS]
 
 

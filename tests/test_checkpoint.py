@@ -521,13 +521,35 @@ def test_write_is_all_or_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 0))
     before = {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()}
-    with pytest.raises(CheckpointError, match=r"c: must not exist or be an empty directory, found something there"):
-        write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 1))
+    for error in (CheckpointError, FileExistsError):
+        with pytest.raises(error, match=r"c: must not exist or be an empty directory, found something there"):
+            write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 1))
     assert {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     (tmp_path / "d").mkdir()
     write_checkpoint(tmp_path / "d", TINY, seeded_tensors(TINY, 0))
     assert {file.name: file.read_bytes() for file in (tmp_path / "d").iterdir()} == before
+
+
+def test_two_writers_at_once(tmp_path):
+    def meanwhile():
+        yield from seeded_tensors(TINY, 1)
+        write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 0))
+
+    with pytest.raises(FileExistsError, match=r"c: must not exist or be an empty directory"):
+        write_checkpoint(tmp_path / "c", TINY, meanwhile())
+    assert_same(load_model(tmp_path / "c"), seeded_model(TINY, 0))
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_extra_files(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 0), extra_files=[tmp_path / "tokenizer.json"])
+    assert (tmp_path / "c" / "tokenizer.json").read_text() == '{"model": 1}'
+    assert_same(load_model(tmp_path / "c"), seeded_model(TINY, 0))
+    with pytest.raises(FileNotFoundError):
+        write_checkpoint(tmp_path / "d", TINY, seeded_tensors(TINY, 0), extra_files=[tmp_path / "gone.json"])
+    assert not (tmp_path / "d").exists()
 
 
 def test_writing_streams(tmp_path):

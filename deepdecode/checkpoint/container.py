@@ -41,6 +41,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used. One sentence, naming file and tensor."""
 
 
+class CheckpointExists(CheckpointError, FileExistsError):
+    """Writing would replace something."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """One tensor in a file; its bytes stand at begin..end of the file."""
@@ -130,20 +134,21 @@ def _check_header(path: Path, name: str, size: int, start: int, header: dict[str
         raise CheckpointError(f"{name}: __metadata__ must be strings under names, got {shown(metadata)}")
     found = TensorFile(path, size, start, metadata)
     for tensor, entry in header.items():
-        where = f"{name}: {shown(tensor)}"
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise CheckpointError(f"{where} must have dtype, shape and data_offsets, got {shown(entry)}")
+            raise CheckpointError(f"{name}: {shown(tensor)} must have dtype, shape and data_offsets, got {shown(entry)}")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
+            raise CheckpointError(f"{name}: {shown(tensor)}: dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
         if not _sizes(shape) or len(shape) > 8:
-            raise CheckpointError(f"{where}: shape must be a list of at most 8 sizes, got {shown(shape)}")
+            raise CheckpointError(f"{name}: {shown(tensor)}: shape must be a list of at most 8 sizes, got {shown(shape)}")
         if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(f"{where}: data_offsets must be [begin, end], got {shown(offsets)}")
+            raise CheckpointError(f"{name}: {shown(tensor)}: data_offsets must be [begin, end], got {shown(offsets)}")
         want = math.prod(shape) * DTYPES[dtype].itemsize
         if offsets[1] - offsets[0] != want:
             got = offsets[1] - offsets[0]
-            raise CheckpointError(f"{where}: data_offsets must span {want} bytes for {dtype} {shape}, got {got}")
+            raise CheckpointError(
+                f"{name}: {shown(tensor)}: data_offsets must span {want} bytes for {dtype} {shape}, got {got}"
+            )
         found.tensors[tensor] = Stored(found, tensor, dtype, tuple(shape), start + offsets[0], start + offsets[1])
     at = start
     for stored in sorted(found.tensors.values(), key=lambda stored: (stored.begin, stored.end)):

@@ -107,10 +107,10 @@ def _compressor(config: ModelConfig, prefix: str, ratio: int, dim: int) -> dict[
 
 
 _SHARDS = (
-    (re.compile(r"^layers\.\d+\.attn\.(?:wq_b\.|wo_a\.|attn_sink)"), "heads", 0),
-    (re.compile(r"^layers\.\d+\.attn\.wo_b\."), "heads", 1),
     (re.compile(r"^layers\.\d+\.ffn\.(?:experts\.\d+|shared_experts)\.w[13]\."), "width", 0),
     (re.compile(r"^layers\.\d+\.ffn\.(?:experts\.\d+|shared_experts)\.w2\."), "width", 1),
+    (re.compile(r"^layers\.\d+\.attn\.(?:wq_b\.|wo_a\.|attn_sink)"), "heads", 0),
+    (re.compile(r"^layers\.\d+\.attn\.wo_b\."), "heads", 1),
     (re.compile(r"^head\."), "vocab", 0),
 )
 

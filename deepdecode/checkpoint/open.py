@@ -125,7 +125,10 @@ def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterat
             listed = _read_index(index)
         except CheckpointError as problem:
             fault(str(problem))
-    names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in path.glob("*.safetensors"))
+    by_file: dict[str, set[str]] = {}
+    for tensor, name in (listed or {}).items():
+        by_file.setdefault(name, set()).add(tensor)
+    names = sorted(by_file) if listed is not None else sorted(p.name for p in path.glob("*.safetensors"))
     if not names:
         pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
         if pickles:
@@ -144,12 +147,10 @@ def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterat
             fault(str(problem))
             continue
         if listed is not None:
-            for tensor, at in listed.items():
-                if at == name and tensor not in file.tensors:
-                    fault(f"{INDEX}: {shown(tensor)} must be in {shown(name)}, which does not hold it")
-            for tensor in file.tensors:
-                if listed.get(tensor) != name:
-                    fault(f"{shown(name)}: {shown(tensor)} is not listed there by {INDEX}")
+            for tensor in sorted(by_file[name] - file.tensors.keys()):
+                fault(f"{INDEX}: {shown(tensor)} must be in {shown(name)}, which does not hold it")
+            for tensor in sorted(file.tensors.keys() - by_file[name]):
+                fault(f"{shown(name)}: {shown(tensor)} is not listed there by {INDEX}")
         yield file
 
 

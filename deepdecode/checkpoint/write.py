@@ -1,5 +1,6 @@
 """Writing checkpoints, and making them from a seed."""
 
+import errno
 import hashlib
 import json
 import math
@@ -13,7 +14,7 @@ from typing import BinaryIO
 
 import torch
 
-from deepdecode.checkpoint.container import DTYPE_NAMES, DTYPES, CheckpointError, append, header_bytes
+from deepdecode.checkpoint.container import DTYPE_NAMES, DTYPES, CheckpointError, CheckpointExists, append, header_bytes
 from deepdecode.checkpoint.layout import Spec, faults, packed_shapes, packing, scale_name, tensor_specs
 from deepdecode.checkpoint.load import assemble, parse_cut
 from deepdecode.checkpoint.open import INDEX
@@ -38,6 +39,7 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     shard_bytes: int = 4 << 30,
+    extra_files: Iterable[str | os.PathLike[str]] = (),
 ) -> None:
     """Write config.json, safetensors shards and their index: all of it, or nothing.
 
@@ -46,13 +48,16 @@ def write_checkpoint(
         config: what config.json will say.
         tensors: (official name, tensor), consumed one by one; FP4 as int8, scales as float8_e8m0fnu.
         shard_bytes: a shard ends before the tensor that would make it larger than this.
+        extra_files: copied beside them, under their own names (a tokenizer).
 
     Raises:
-        CheckpointError: the target is not empty, or the tensors are not those of the config. Nothing is left behind.
+        CheckpointExists: the target is there and not empty, or came to be meanwhile. It stays as it is.
+        CheckpointError: the tensors are not those of the config. Nothing is left behind.
     """
     target = Path(path).absolute()
+    exists = CheckpointExists(f"{shown(target.name)}: must not exist or be an empty directory, found something there")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{shown(target.name)}: must not exist or be an empty directory, found something there")
+        raise exists
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -69,11 +74,21 @@ def write_checkpoint(
         total = sum(written.end - written.begin for written in found.values())
         _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": listed})
         _write_json(scratch / "config.json", config_json(config, draft_layers=int(mtp)))
+        for extra in map(Path, extra_files):
+            with extra.open("rb") as source, (scratch / extra.name).open("xb") as copy:
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
         umask = os.umask(0)
         os.umask(umask)
         scratch.chmod(0o777 & ~umask)
         _sync(scratch)
-        scratch.rename(target)
+        try:
+            scratch.rename(target)
+        except OSError as problem:
+            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise exists from None
+            raise
         _sync(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
