@@ -67,9 +67,11 @@ def test_underfilled_grid_asks_for_a_split():
     thin = [("attn_mma", "attention", 17.6, {"blocks": 2}), ("moe", "moe", 10.0)]
     assert "split-attention" in ids(advise(profile(thin), "thin"))
     full = [("attn_mma", "attention", 17.6, {"blocks": 264}), ("moe", "moe", 10.0)]
-    assert "attention-kernel" in ids(advise(profile(full), "full"))
+    assert "tune-attention" in ids(advise(profile(full), "full"))
+    per_head = [("decode_attention_per_head", "attention", 57.1, {"blocks": 1024}), ("moe", "moe", 10.0)]
+    assert advise(profile(per_head), "per head").choice == "attention-kernel"
     blind = advise(profile(thin, sms=0), "blind")
-    assert "attention-kernel" in ids(blind)
+    assert "tune-attention" in ids(blind)
     assert any("number of SMs is not in the trace" in text for text in blind.limits)
 
 

@@ -57,6 +57,7 @@ class Catalogue:
     small_launches: float
     small_us: float
     underfilled_share: float
+    tensor_core_attention: tuple[str, ...]  # words in the names of attention kernels that use tensor cores
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,14 @@ def catalogue() -> Catalogue:
     entries = tuple(Entry(**{**entry, "takes": tuple(entry["takes"])}) for entry in data["candidates"])
     limits = data["thresholds"]
     small = limits["small_launches"]
-    return Catalogue(entries, data["weights"], small["launches_per_step"], small["mean_us"], limits["underfilled_share"])
+    return Catalogue(
+        entries=entries,
+        weights=data["weights"],
+        small_launches=small["launches_per_step"],
+        small_us=small["mean_us"],
+        underfilled_share=limits["underfilled_share"],
+        tensor_core_attention=tuple(limits["tensor_core_attention"]),
+    )
 
 
 def advise(
@@ -219,6 +227,10 @@ def _holds(entry: Entry, book: Catalogue, dev: DeviceProfile) -> bool:
             return False
         thin = sum(kernel.exclusive_ns for kernel in kernels if kernel.blocks_p50 and kernel.blocks_p50 < dev.sms)
         return thin >= book.underfilled_share * total
+    if entry.when == "tensor_core_attention":
+        words = book.tensor_core_attention
+        tensor = sum(kernel.exclusive_ns for kernel in kernels if any(word in kernel.name.lower() for word in words))
+        return 2 * tensor >= total
     if entry.when == "small_launches":
         mean_us = sum(kernel.exclusive_per_step_ns for kernel in kernels) / launches / 1e3
         return launches >= book.small_launches and mean_us <= book.small_us

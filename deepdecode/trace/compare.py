@@ -65,6 +65,7 @@ class Run:
     graph_launches: float
     precisions: dict[str, float]
     unknown_share: float
+    capture_sum_ns: int  # of all kernels of all GPUs in the whole capture; counts overlap twice
 
     @property
     def whole(self) -> bool:
@@ -179,7 +180,7 @@ def _run(profile: Profile, label: str) -> Run:
     formats = "+".join(sorted({source.format for source in profile.sources}))
     names = ", ".join(profile.gpus)
     if profile.main is None:
-        return Run(label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0)
+        return Run(label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0, 0)
     dev = profile.devices[profile.main]
     return Run(
         label=label,
@@ -201,6 +202,7 @@ def _run(profile: Profile, label: str) -> Run:
         graph_launches=dev.graph_launches_per_step,
         precisions=_precisions(dev),
         unknown_share=dev.unknown_share,
+        capture_sum_ns=sum(one.sum_ns for one in profile.devices),
     )
 
 

@@ -224,6 +224,7 @@ def _runs_table(comparison: "Comparison") -> Table:
         ("busy p50 ms", [ms(run.busy_ns) for run in runs]),
         ("kernels/step", [count(run.launches) for run in runs]),
         ("graph launches/step", [count(run.graph_launches) for run in runs]),
+        ("kernel sum, all GPUs, capture ms", [ms(run.capture_sum_ns) for run in runs]),
         ("unknown", [percent(run.unknown_share) for run in runs]),
         ("format", [run.format for run in runs]),
     )
@@ -309,7 +310,8 @@ def advice_doc(advice: "Advice") -> Doc:
     parts: list[Part] = [intro, Table("Candidates, best first", head, "rllrrrrrlll", rows, note)]
     details = []
     for candidate in advice.candidates:
-        text = f"{candidate.id}: {candidate.title}. {candidate.why}. Check: {candidate.check}. k: {candidate.k_source}."
+        why = candidate.why[0].upper() + candidate.why[1:]
+        text = f"{candidate.id}: {candidate.title}. {why}. Check: {candidate.check}. k: {candidate.k_source}."
         if candidate.largest:
             text += f" Largest kernel: {quote(str(short(candidate.largest)))}."
         details.append(" ".join([text, *(f"{note[0].upper()}{note[1:]}." for note in candidate.notes)]))
