@@ -186,6 +186,8 @@ def _place(
 
 def _graph_steps(trace: Trace, start: np.ndarray, launch: np.ndarray) -> np.ndarray:
     """Starts of the graph launches that make a step: the large ones, or the rarest piece of a step in pieces."""
+    if not len(trace.launches):
+        return np.zeros(0, np.int64)
     graph = np.flatnonzero((launch >= 0) & trace.launches.is_graph[launch])
     if not len(graph):
         return np.zeros(0, np.int64)
