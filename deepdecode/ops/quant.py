@@ -1,8 +1,8 @@
 """E4M3, E2M1 and E8M0 codes, their scales, and weights as they are stored.
 
-Decoding is a table look-up, so it is exact over all 256 codes, NaNs included, and on a CPU faster than converting: 1.2 ms
-against 3.4 ms for `.float()` of a [1024, 512] E4M3 weight (torch 2.13, one thread).
-E8M0 scales are powers of two, so a dequantised value is exact in float32 and in bfloat16, but for their ranges.
+Decoding is exact over all codes, NaNs included: E2M1 and E8M0 by a table, E4M3 by shifting its bits into a float16, whose
+exponents are 8 higher (on a 2-core CPU 0.3 ms, and 1.5 ms for `.float()`, for 524288 codes; torch 2.13). E8M0 scales are
+powers of two, so a dequantised value is exact in float32 and in bfloat16, but for their ranges.
 """
 
 from dataclasses import dataclass
@@ -97,15 +97,11 @@ class Weight:
 def _table(code: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The values of all 256 bytes; a byte of two E2M1 codes gives a pair, the low nibble first, as one complex number."""
     if code == "e8m0":
-        values = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [float("nan")], dtype=torch.float64)
-    elif code == "e2m1":
-        half = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float64)
-        pairs = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
-        # one look-up for two values: three times faster than rows of two
-        return torch.view_as_complex(pairs.to(device, dtype))
-    else:
-        values = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
-    return values.to(device, dtype)
+        return torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [float("nan")], dtype=dtype, device=device)
+    half = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+    pairs = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
+    # one look-up for two values: three times faster than rows of two
+    return torch.view_as_complex(pairs.to(device, dtype))
 
 
 def _look_up(code: str, bytes_: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,7 +137,11 @@ def e4m3_decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
     """float8_e4m3fn, or uint8 holding the same bytes, to its values; 0x7f and 0xff are NaN."""
     if codes.dtype not in (E4M3, torch.uint8):
         raise ValueError(f"e4m3_decode: codes must be float8_e4m3fn or uint8, got {describe(codes)}")
-    return _look_up("e4m3", codes.view(torch.uint8), dtype).view(codes.shape)
+    bits = codes.view(torch.int8).to(torch.int16)
+    # bit 7 is the widened sign: clear it, and set it where the lower seven are all ones, which completes a NaN's exponent
+    nan = (bits & 0x7F).add_(1).bitwise_and_(0x80)
+    half = bits.bitwise_and_(~0x80).bitwise_or_(nan).bitwise_left_shift_(7).view(torch.float16)
+    return half.to(dtype).mul_(256.0)
 
 
 def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
@@ -194,6 +194,16 @@ def dequantize_rows(weight: Weight, start: int, stop: int, dtype: torch.dtype = 
     """`dequantize` of rows start..stop - 1 alone, which need no alignment."""
     first = start - start % BLOCK if weight.kind == "fp8" else start
     return dequantize(weight.rows(first, stop), dtype)[..., start - first :, :]
+
+
+def widened(weight: Weight) -> Weight:
+    """The same values as a plain weight: bfloat16 where that is exact, as it is for E8M0 scales in range, else float32.
+
+    Twice to four times the memory. A CPU then multiplies faster: widening bfloat16 is one shift.
+    """
+    exact = dequantize(weight)
+    short = exact.bfloat16()
+    return Weight(short if torch.equal(short.float(), exact) else exact)
 
 
 def quantize_fp8(w: torch.Tensor, scale_dtype: torch.dtype = E8M0) -> Weight:
