@@ -47,7 +47,7 @@ class Cut:
 
 
 def parse_cut(config: ModelConfig, slice: str | tuple[int, int] | None, rank: int = 0) -> Cut:
-    """ "tp8" cuts heads, experts' width and the head's vocabulary; "dp8ep8" gives whole experts to ranks and cuts nothing else.
+    """What a slice asks for: tpN cuts heads, experts' width and the head's vocabulary, dpNepN deals out whole experts.
 
     Raises:
         ValueError: another word, a rank outside, or sizes that do not divide.
@@ -85,7 +85,7 @@ def load_model(
     """Load a checkpoint, or one rank's part of it, as the ops want it.
 
     Args:
-        path: the checkpoint's directory, or an open checkpoint.
+        path: the checkpoint's directory, or a checkpoint that `open_checkpoint` found whole.
         slice: None for all; "tp8" (or any number): attention heads, the width of every expert and the head's vocabulary
             over 8 ranks; "dp8ep8": all heads and the whole head, an eighth of the experts. The embedding, the latents,
             compressors, indexer, router and hyper-connections are whole on every rank. (ways, rank) means tp.
