@@ -1,22 +1,14 @@
-"""The `deepdecode` command: errors in one sentence, exit codes 0 (fine), 1 (found something), 2 (bad usage or our failure)."""
+"""The `deepdecode` command: every error in one sentence, no traceback unless asked."""
 
 import os
 import sys
 
-# these read traces: they start without torch
-TRACE_COMMANDS = {"profile", "compare", "advise"}
-
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        if argv and argv[0] in TRACE_COMMANDS:
-            from deepdecode.trace.cli import main as trace_main
+        from deepdecode.cli import main as run
 
-            return trace_main(argv)
-        from deepdecode.cli import run
-
-        return run(argv)
+        return run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -26,19 +18,12 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("DEEPDECODE_TRACEBACK") == "1":
             raise
-        print(f"error: {_sentence(error)}", file=sys.stderr)
-        hint = getattr(error, "hint", None)
-        if hint is None and not isinstance(error, ValueError | OSError):
-            hint = "DEEPDECODE_TRACEBACK=1 shows where this happened"
+        known = isinstance(error, ValueError | OSError) and str(error)
+        print(f"error: {error if known else f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        hint = getattr(error, "hint", None) or (None if known else "DEEPDECODE_TRACEBACK=1 shows where this happened")
         if hint:
             print(f"\nhint: {hint}", file=sys.stderr)
         return 2
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, ValueError | OSError | RuntimeError) and str(error):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -1,107 +1,162 @@
-"""The commands that run models. Heavy imports stand inside the commands, so that `--help` and `--version` are quick."""
+"""The commands. Heavy imports stand inside them, so that `--help`, `--version` and a wrong word are quick."""
 
+import argparse
 import json
 import logging
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import click
-import typer
+from typing import NoReturn
 
 from deepdecode import __version__
-
-app = typer.Typer(
-    name="deepdecode",
-    help="Fast DeepSeek-V4-Flash decoding on the GPUs that the official kernels leave out.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+from deepdecode.trace import cli as trace
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-def run(argv: list[str]) -> int:
-    """Run one command line and give its exit code."""
+class UsageError(ValueError):
+    """A command line that cannot be followed."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"{self.prog} --help")
+
+
+@dataclass(frozen=True)
+class Command:
+    help: str
+    examples: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: list[str]) -> int:
+    """Run one command line and give its exit code: 0 fine, 1 found something, 2 bad usage or our failure."""
+    _set_log_level()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"deepdecode {__version__}")
+        return 0
+    if argv[0] in trace.COMMANDS:
+        return trace.main(argv)
+    if argv[0] not in COMMANDS:
+        raise UsageError(
+            f"deepdecode: the command must be one of {', '.join([*COMMANDS, *trace.COMMANDS])}, got {argv[0]}",
+            "deepdecode --help",
+        )
+    command = COMMANDS[argv[0]]
+    try:
+        args = parser(argv[0]).parse_args(argv[1:])
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    return command.run(args)
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    command = COMMANDS[name]
+    made = Parser(
+        prog=f"deepdecode {name}",
+        description=command.help,
+        epilog="examples:\n" + command.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.arguments(made)
+    return made
+
+
+def _overview() -> str:
+    rows = {name: command.help for name, command in COMMANDS.items()} | trace.COMMANDS
+    lines = [f"  {name:<10} {text}" for name, text in rows.items()]
+    return "\n".join(
+        [
+            "usage: deepdecode COMMAND [OPTIONS] | --version | --help",
+            "",
+            "Fast DeepSeek-V4-Flash decoding on the GPUs that the official kernels leave out.",
+            "",
+            *lines,
+            "",
+            "`deepdecode COMMAND --help` has examples.",
+        ]
+    )
+
+
+def _set_log_level() -> None:
     level = os.environ.get("DEEPDECODE_LOG", "WARNING").upper()
     if level not in LEVELS:
         raise ValueError(f"DEEPDECODE_LOG must be one of {', '.join(LEVELS)}, got {level}")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("deepdecode").setLevel(level)
-    command = typer.main.get_command(app)
-    try:
-        code = command.main(args=argv, prog_name="deepdecode", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except click.exceptions.Abort:
-        return 130
-    return code if isinstance(code, int) else 0
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        print(f"deepdecode {__version__}")
-        raise typer.Exit
+def _generate_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="one prompt each; several are decoded as one batch")
+    p.add_argument(
+        "--prompt-file", action="append", default=[], metavar="FILE", help="its whole text is a prompt, - for stdin; repeatable"
+    )
+    p.add_argument("--checkpoint", type=Path, metavar="DIR", help="an official checkpoint (default: the embedded tiny model)")
+    p.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default %(default)s)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the smallest set with this probability")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="row i samples with seed + i (default %(default)s)")
+    p.add_argument("--context", type=int, metavar="N", help="longest prompt and answer together (default: what is asked for)")
+    p.add_argument(
+        "--batch", type=int, default=16, metavar="N", help="prompts decoded at once, more wait (default %(default)s)"
+    )
+    p.add_argument("--cache", default="fp8_584", metavar="FMT", help="fp8_584, bf16 or f32 (default %(default)s)")
+    p.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    p.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop ids")
+    p.add_argument("--json", action="store_true", help="one JSON document on stdout at the end, no stream")
 
 
-@app.callback()
-def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    pass
-
-
-@app.command(
-    epilog="Examples: deepdecode generate 'def add(a, b):' | deepdecode generate --checkpoint DIR --prompt-file question.txt"
-    " --temperature 0.6 --top-p 0.95 --seed 7 | deepdecode generate A B C --json"
-)
-def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="One prompt each; several are decoded as one batch.")] = None,
-    prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A file whose whole text is a prompt, - for stdin; may be repeated.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of an official checkpoint [default: the embedded tiny model]")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Row i of the batch samples with seed + i.")] = 0,
-    context: Annotated[int | None, typer.Option(help="Longest prompt and answer together [default: what is asked for]")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts decoded at once; more wait.")] = 16,
-    cache: Annotated[str, typer.Option(help="Cache format: fp8_584, bf16 or f32.")] = "fp8_584",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 [default: a GPU where there is one]")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's stop ids.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout at the end, no stream.")] = False,
-) -> int:
-    """Text in, tokens out: stream what the model makes of PROMPTS. Speed and memory go to stderr."""
+def _generate(args: argparse.Namespace) -> int:
     from deepdecode.generate import Request, generate_command
 
-    texts = [*(prompts or []), *(_read(path) for path in prompt_file or [])]
-    return generate_command(
-        Request(
-            prompts=texts, checkpoint=checkpoint, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
-            seed=seed, context=context, batch=batch, cache=cache, device=device, ignore_eos=ignore_eos, as_json=as_json,
-        )
-    )  # fmt: skip
+    values = {**vars(args), "prompts": [*args.prompts, *(_read(name) for name in args.prompt_file)]}
+    del values["prompt_file"]
+    return generate_command(Request(**values))
 
 
-def _read(path: Path) -> str:
-    return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8", errors="replace")
+def _read(name: str) -> str:
+    return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8", errors="replace")
 
 
-@app.command(epilog="Examples: deepdecode inspect ~/models/DeepSeek-V4-Flash | deepdecode inspect DIR --json")
-def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
-) -> int:
-    """What a checkpoint holds, which cards it fits, and every fault found in it (exit 1)."""
+def _inspect_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("folder", type=Path, metavar="DIR", help="folder of a checkpoint")
+    p.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _inspect(args: argparse.Namespace) -> int:
     from deepdecode.inspect import inspect_dir
 
-    report = inspect_dir(folder)
-    print(json.dumps(report.to_json(), indent=1) if as_json else report.to_text())
+    report = inspect_dir(args.folder)
+    print(json.dumps(report.to_json(), indent=1) if args.json else report.to_text())
     return 1 if report.faults else 0
+
+
+COMMANDS = {
+    "generate": Command(
+        "text in, tokens out: stream what the model makes of the prompts; speed and memory go to stderr",
+        """  deepdecode generate "def add(a, b):"
+  deepdecode generate --checkpoint DIR --prompt-file question.txt --temperature 0.6 --top-p 0.95 --seed 7
+  deepdecode generate "first prompt" "second prompt" --max-new-tokens 32 --json""",
+        _generate_arguments,
+        _generate,
+    ),
+    "inspect": Command(
+        "what a checkpoint holds, which cards it fits, and every fault found in it (exit 1)",
+        """  deepdecode inspect ~/models/DeepSeek-V4-Flash
+  deepdecode inspect DIR --json""",
+        _inspect_arguments,
+        _inspect,
+    ),
+}

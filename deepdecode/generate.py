@@ -35,7 +35,7 @@ class Request:
     cache: str
     device: str | None
     ignore_eos: bool
-    as_json: bool
+    json: bool
 
 
 @dataclass
@@ -85,7 +85,7 @@ def generate_command(request: Request) -> int:
             if token.finish:
                 finish[token.row] = token.finish
                 piece += rows[token.row].end()
-            if len(prompts) == 1 and not request.as_json and place.rank == 0:
+            if len(prompts) == 1 and not request.json and place.rank == 0:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         # a second Ctrl-C must not lose what is about to be printed
@@ -145,7 +145,7 @@ def _print_rows(
     request: Request, rows: list[Stream], prompts: list[list[int]], finish: list[str], stats: dict[str, object]
 ) -> None:
     texts = [row.text.decode(row.ids) for row in rows]
-    if request.as_json:
+    if request.json:
         made = [
             {"prompt": prompt, "prompt_tokens": len(ids), "text": text, "ids": row.ids, "finish": why}
             for prompt, ids, text, row, why in zip(request.prompts, prompts, texts, rows, finish, strict=True)

@@ -190,6 +190,13 @@ class KVCache:
         self._reserved = torch.zeros(slots, dtype=torch.int64)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches, states and the block table."""
+        layers = [part for layer in self.layers for part in vars(layer).values() if part is not None]
+        held = [t for part in layers for t in ([part.data] if isinstance(part, PagedRows) else [part.kv, part.score])]
+        return sum(t.nbytes for t in [*held, self.block_tables])
+
+    @property
     def free_slots(self) -> int:
         return len(self._free_slots)
 

@@ -16,7 +16,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. A row's tokens depend on its own seed and positions, not on the batch around it."""
+    """temperature 0 is greedy. Row i draws with seed + i and its own positions, whatever the batch around it."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0

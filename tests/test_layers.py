@@ -30,7 +30,7 @@ MAY = {
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
     "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
     "cli": {"generate", "inspect", "bench", "kernels", "ops", "cards", "config", "trace"},
-    "__main__": {"cli", "trace"},
+    "__main__": {"cli"},
 }
 
 
