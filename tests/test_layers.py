@@ -14,7 +14,8 @@ MAY = {
     "config": set(),
     "cards": set(),
     "ops": {"ops", "config", "kernels", "cards"},
-    "kernels": {"kernels", "cards"},
+    # rows.py is data: what a cache looks like in bytes
+    "kernels": {"kernels", "cards", "ops.rows"},
     "fallback": {"fallback", "ops", "kernels"},
     "kvcache": {"config", "ops"},
     "model": {"config", "ops"},
@@ -43,7 +44,7 @@ def part(path):
 
 
 def imported_parts(path):
-    """The parts of deepdecode that a file imports, anywhere in it."""
+    """The parts of deepdecode that a file imports, anywhere in it; `ops.rows` for that one module of ops."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -52,7 +53,9 @@ def imported_parts(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             names = [f"{node.module}.{alias.name}" if node.module == "deepdecode" else node.module for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("deepdecode.")}
+        for name in names:
+            if name.startswith("deepdecode."):
+                found.add("ops.rows" if name == "deepdecode.ops.rows" else name.split(".")[1])
     return found - {"__version__"}
 
 
@@ -62,7 +65,8 @@ def test_imports_point_one_way(path):
         assert imported_parts(path) == set()
         return
     assert part(path) in MAY, f"{path} is a new part: say in MAY what it may import"
-    assert imported_parts(path) <= MAY[part(path)]
+    may = MAY[part(path)]
+    assert imported_parts(path) <= (may | {"ops.rows"} if "ops" in may else may)
 
 
 def test_nothing_imports_the_edge():

@@ -95,7 +95,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, found: list[str] | None = N
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(
-            f"{shown(path.name)}: must be a checkpoint's directory, found {'a file' if path.exists() else 'none'}"
+            f"{shown(str(path))}: must be a checkpoint's directory, found {'a file' if path.exists() else 'none'}"
         )
     config, notes = read_config_notes(path)
     checkpoint = Checkpoint(path, config, notes)
