@@ -84,6 +84,8 @@ def test_small_launches_or_traffic():
     few = [("norm", "norm", 10.0, {"launches": 86}), ("moe", "moe", 10.0)]
     assert "glue-traffic" in ids(advise(profile(few), "few"))
     assert "fuse-glue" in ids(advise(profile(RUNG_2), "many"))
+    many = [("add", "glue", 50.0, {"launches": 2494}), ("moe", "moe", 10.0)]  # 20 us each, but thousands of them
+    assert "fuse-glue" in ids(advise(profile(many), "thousands"))
 
 
 def test_collectives_may_be_waiting():
@@ -137,7 +139,7 @@ def test_refuses_what_has_no_step():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speedups": {"moe": 2.0}}, "speed-up must name one of split-attention, .*, got moe"),
+        ({"speedups": {"moe": 2.0}}, "speed-up must name one of attention-kernel, .*, got moe"),
         ({"speedups": {"moe-kernel": 1.0}}, "speed-up of moe-kernel must be > 1, got 1"),
         ({"speedups": {"moe-kernel": float("nan")}}, "speed-up of moe-kernel must be > 1, got nan"),
         ({"floors_ns": {"moe-kernel": 0.0}}, "floor of moe-kernel must be > 0 ms, got 0"),
@@ -156,6 +158,7 @@ def test_catalogue_covers_every_category_once():
     assert sorted(taken) == sorted({*CATEGORIES, IDLE} - {"unknown"})
     assert all(entry.k > 1 and entry.k_reason and entry.check for entry in book.entries)
     assert len({entry.id for entry in book.entries}) == len(book.entries)
+    assert next(entry.id for entry in book.entries if entry.takes == ("attention",)) == "attention-kernel"
     for takes in sets:  # whatever the profile is like, some variant applies
         assert [entry.when for entry in book.entries if entry.takes == takes][-1] == "always"
     for kind in ("confidence", "effort", "risk"):

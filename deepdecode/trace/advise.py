@@ -56,6 +56,7 @@ class Catalogue:
     weights: dict[str, dict[str, float]]
     small_launches: float
     small_us: float
+    many_launches: float
     underfilled_share: float
     tensor_core_attention: tuple[str, ...]  # words in the names of attention kernels that use tensor cores
 
@@ -119,6 +120,7 @@ def catalogue() -> Catalogue:
         weights=data["weights"],
         small_launches=small["launches_per_step"],
         small_us=small["mean_us"],
+        many_launches=small["or_launches_per_step"],
         underfilled_share=limits["underfilled_share"],
         tensor_core_attention=tuple(limits["tensor_core_attention"]),
     )
@@ -227,13 +229,13 @@ def _holds(entry: Entry, book: Catalogue, dev: DeviceProfile) -> bool:
             return False
         thin = sum(kernel.exclusive_ns for kernel in kernels if kernel.blocks_p50 and kernel.blocks_p50 < dev.sms)
         return thin >= book.underfilled_share * total
-    if entry.when == "tensor_core_attention":
+    if entry.when == "no_tensor_core_attention":
         words = book.tensor_core_attention
         tensor = sum(kernel.exclusive_ns for kernel in kernels if any(word in kernel.name.lower() for word in words))
-        return 2 * tensor >= total
+        return 2 * tensor < total
     if entry.when == "small_launches":
         mean_us = sum(kernel.exclusive_per_step_ns for kernel in kernels) / launches / 1e3
-        return launches >= book.small_launches and mean_us <= book.small_us
+        return launches >= book.many_launches or (launches >= book.small_launches and mean_us <= book.small_us)
     raise ValueError(f"advise: catalogue entry {entry.id}: when must be a known condition, got {entry.when}")
 
 
@@ -306,7 +308,8 @@ def _would_change(candidates: Sequence[Candidate], book: Catalogue) -> tuple[str
         if other.score <= 0:
             continue
         keep = other.score / (first.score / (1 - 1 / first.k))  # the part of x that the leader must still save
-        ways = [f"{first.id} got no more than {1 / (1 - keep):.2g} times faster"] if keep < 1 else []
+        limit = 1 / (1 - keep) if keep < 1 else float("inf")
+        ways = [f"{first.id} got no more than {limit:.3g} times faster"] if 1.05 <= limit < first.k else []
         need = first.score / (other.score / (1 - 1 / other.k))
         if need < 1:
             ways.append(f"{other.id} got {1 / (1 - need):.3g} times faster or more")
@@ -315,7 +318,8 @@ def _would_change(candidates: Sequence[Candidate], book: Catalogue) -> tuple[str
             better = [word for word, value in table.items() if other.score / table[now] * value > first.score]
             if better:
                 ways.append(f"its {kind} were {min(better, key=lambda word: table[word])} instead of {now}")
-        out.append(f"{other.id} would lead if " + ", or if ".join(ways))
+        if ways:
+            out.append(f"{other.id} would lead if " + ", or if ".join(ways))
     return tuple(out)
 
 

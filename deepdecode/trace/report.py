@@ -27,7 +27,7 @@ from deepdecode.trace.render import (
 if TYPE_CHECKING:  # a profile alone is shown without loading what compares and advises
     from deepdecode.trace import servebench
     from deepdecode.trace.advise import Advice
-    from deepdecode.trace.compare import Comparison, Row
+    from deepdecode.trace.compare import Comparison, Flag, Row
 
 TOP = 15
 SHOWN_GAPS = 5
@@ -201,10 +201,16 @@ def comparison_doc(comparison: "Comparison", top: int = TOP) -> Doc:
         _rows_table("Time per step by kernel", "kernel", comparison, _most_changed(comparison, top)),
     ]
     if comparison.flags:
-        parts.append(Bullets("Flags", tuple(f"{flag.code} ({flag.severity}): {flag.text}" for flag in comparison.flags)))
+        parts.append(Bullets("Flags", tuple(_flag_text(comparison, flag) for flag in comparison.flags)))
     parts.append(Bullets("Verdict", tuple(verdict.text for verdict in comparison.verdicts)))
     parts.append(f"Noise: {comparison.noise_rule}.")
     return Doc("Comparison of " + ", ".join(quote(run.label) for run in comparison.runs), tuple(parts))
+
+
+def _flag_text(comparison: "Comparison", flag: "Flag") -> str:
+    labels = [quote(run.label) for run in comparison.runs]
+    where = f", {labels[flag.before]} -> {labels[flag.after]}" if len(labels) > 2 else ""
+    return f"{flag.code} ({flag.severity}{where}): {flag.text}"
 
 
 def _label(text: str) -> Code:
@@ -214,7 +220,7 @@ def _label(text: str) -> Code:
 def _runs_table(comparison: "Comparison") -> Table:
     runs = comparison.runs
     facts = (
-        ("GPU", [Code(run.gpu or "-") for run in runs]),
+        ("GPU", [short(run.gpu or "-", 28) for run in runs]),
         ("phase", [run.phase for run in runs]),
         ("batch", ["-" if run.batch is None else str(run.batch) for run in runs]),
         ("steps", [f"{run.steps} ({run.step_signal})" if run.steps else "-" for run in runs]),
