@@ -184,6 +184,18 @@ def test_a_nan_score_is_chosen(device):
     assert 40 not in indices[1]
 
 
+def test_an_entry_whose_score_is_minus_infinity_is_still_an_entry(device):
+    """It comes last among the visible, and before what is not visible."""
+    keys = cache(1, 64, "f32", device)
+    keys.data[0, 2] = math.inf
+    q, w = torch.ones(2, 1, 128, device=device), torch.full((2, 1), -1.0, device=device)
+    slots, lens = ints(0, 0, device=device), ints(64, 4, device=device)
+    indices, lengths = index_topk(q, w, keys, ints(0, device=device)[None], slots, lens, 5)
+    assert 2 not in indices[0]
+    assert indices[1].tolist() == [0, 1, 2, 3, -1]
+    assert lengths.tolist() == [5, 4]
+
+
 def test_the_number_chosen_is_the_caller_s(device):
     """FAULTS C4, A13: V4-Flash chooses 512, V4-Pro 1024; nothing here knows either."""
     keys = cache(33, 64, "fp8_132", device)

@@ -149,12 +149,10 @@ def test_every_sequence_finds_its_own_rows(data):
                 live.append(Sequence(cache, names))
                 live[-1].prefill(data.draw(st.integers(1, 140)))
             elif action == "more" and live:
-                sequence = data.draw(st.sampled_from(live))
-                if sequence.length < 380:
-                    sequence.prefill(data.draw(st.integers(1, 20)))
+                data.draw(st.sampled_from(live)).prefill(data.draw(st.integers(1, 20)))
             elif action == "decode" and live:
                 for _ in range(data.draw(st.integers(1, 6))):
-                    decode(cache, [s for s in live if s.length < 400], data.draw(st.integers(0, 2)) if live else 0)
+                    decode(cache, live, data.draw(st.integers(0, 2)))
             elif action == "release" and live:
                 live.pop(data.draw(st.integers(0, len(live) - 1))).release()
     assert cache.free_slots == 3 - len(live)
@@ -254,6 +252,9 @@ def test_acquire_reserve_release():
     with pytest.raises(ValueError, match="reserve: length must be 0 to 1000, got 1001"):
         cache.reserve(b, 1001)
     assert cache.acquire() == a
+    # what the sequence before had reserved is not the next one's
+    with pytest.raises(ValueError, match="step: slots must be held and reserved, or -1, got 0"):
+        cache.step(torch.zeros(1).long(), ints(0), ints(a), False)
 
 
 @pytest.mark.parametrize(

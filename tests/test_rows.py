@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepdecode.ops.rows import FORMATS, PagedRows, allocate, page_bytes, read_rows, row_bytes, widen_e4m3, write_rows
+from deepdecode.ops.rows import FORMATS, PagedRows, allocate, page_bytes, read_rows, row_bytes, write_rows
 from deepdecode.testing.numeric import rel_err, same_bits
 
 # half a step of 3 mantissa bits, at the bottom of a binade: 2**-4
@@ -41,10 +41,22 @@ def e4m3(code):
     return sign * (2.0**-9 * mantissa if exponent == 0 else 2.0 ** (exponent - 7) * (1 + mantissa / 8))
 
 
-def test_widens_every_code(device):
-    got = widen_e4m3(torch.arange(256, dtype=torch.uint8, device=device)).tolist()
+@pytest.mark.parametrize("fmt", ["fp8_584", "fp8_132"])
+def test_reads_every_code(fmt, device):
+    """All 256 codes in one row, at a scale of 4."""
+    rows = allocate(1, 2, fmt, width(fmt), device=device)
+    rows.data[0] = 0
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    if fmt == "fp8_584":
+        rows.data[0, 576 : 576 + 256] = codes
+        rows.data[0, 2 * 576 + 8 :][:7] = 129
+        got = read_rows(rows, at(1, device=device))[0, :256].tolist()
+    else:
+        rows.data[0, :256] = codes
+        rows.data[0, 256:264] = torch.tensor([4.0, 4.0], device=device).view(torch.uint8)
+        got = read_rows(rows, at(0, 1, device=device)).flatten().tolist()
     for code in range(256):
-        want = e4m3(code)
+        want = 4 * e4m3(code)
         assert struct.pack("f", got[code]) == struct.pack("f", want) or (math.isnan(want) and math.isnan(got[code])), code
 
 
