@@ -170,6 +170,7 @@ def test_ranks_add_up_to_the_whole():
 
 
 def test_the_routing_weight_is_linear_and_the_shared_expert_has_none():
+    """SPEC 7.23: the shared expert is always added, however the ids were chosen."""
     w, (ids, weights) = experts(4, 64, 32), routed(3, 4, 2)
     x = torch.randn(3, 64, dtype=torch.float64)
     shared = moe(x, ids, weights * 0, w, LIMIT)

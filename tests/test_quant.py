@@ -26,6 +26,7 @@ from deepdecode.ops.quant import (
     per_token_cast,
     quantize_fp4,
     quantize_fp8,
+    widened,
 )
 from deepdecode.testing.numeric import rel_err, same_bits
 
@@ -187,6 +188,33 @@ def test_fp4_weights_against_the_format(out, width):
     size = groups.abs() / scale[..., None]
     bound = torch.where(size <= 2, 0.25, torch.where(size <= 4, 0.5, 1.0)) * scale[..., None]
     assert ((want.unflatten(-1, (-1, 32)) - groups).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("spread", "lossless"), [(0, True), (7, True), (30, False)])
+def test_fp4_as_fp8_is_lossless_only_while_the_scales_lie_close(spread, lossless):
+    """SPEC 7.27: E4M3 holds E2M1's values under one scale for 128x128 while the row scales differ by a few powers of two."""
+    codes = torch.randint(0, 256, (128, 64), dtype=torch.uint8)
+    codes[:, 0] = 0x77  # every group of the first 32 columns holds a 6
+    scale = torch.full((128, 4), 120, dtype=torch.uint8)
+    scale[1:] -= torch.randint(0, spread + 1, (127, 4)).byte()
+    fp4 = Weight(codes, scale.view(E8M0))
+    exact = dequantize(fp4)
+    again = dequantize(quantize_fp8(exact))
+    assert torch.equal(again, exact) == lossless
+    assert rel_err(again, exact) < 0.03
+
+
+def test_widened_weights_are_the_same_numbers():
+    """bfloat16 holds E4M3 and E2M1 under E8M0 scales exactly; under float32 scales, or out of range, float32 is kept."""
+    w = torch.randn(130, 160)
+    for q in (quantize_fp8(w), quantize_fp4(w), Weight(w.bfloat16())):
+        plain = widened(q)
+        assert plain.data.dtype == torch.bfloat16
+        assert torch.equal(plain.data.float(), dequantize(q))
+    for q in (quantize_fp8(w, torch.float32), Weight(w), quantize_fp8(w * 1e-36)):
+        plain = widened(q)
+        assert plain.data.dtype == torch.float32
+        assert torch.equal(plain.data, dequantize(q))
 
 
 @pytest.mark.parametrize("exponent", [-133, -126, -30, 0, 1, 90])

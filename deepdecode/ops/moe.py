@@ -36,7 +36,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float = 10.0) -> torch.T
 
 
 def moe_ref(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float) -> torch.Tensor:
-    """[T, C] in the type of x; experts are widened one at a time, and only those that a token takes."""
+    """[T, C] in the type of x; experts are widened one at a time, and only those that a token takes.
+
+    Off the CPU this asks the host which experts those are, and waits for it.
+    """
     gate, up = linear_ref(x, w.shared13).chunk(2, dim=-1)
     y = linear_ref(swiglu_ref(gate, up, limit), w.shared2)
     local = ids.long() - w.first_expert
