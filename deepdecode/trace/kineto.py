@@ -8,7 +8,6 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
 from deepdecode.trace.stream import Progress, Stream
 
-MAX_EVENT = 64 << 20  # bytes without an event's end, or before "traceEvents": not a trace
+MAX_EVENT = 32 << 20  # bytes without an event's end, or before "traceEvents": not a trace
 MAX_PENDING = 1 << 20
 MAX_NAMES = 100_000  # distinct kernel names; the rest share one
 MAX_ANNOTATIONS = 200_000
@@ -44,8 +43,10 @@ GROUPS |= dict.fromkeys(("user_annotation", "gpu_user_annotation"), NOTE)
 LAUNCH, GRAPH_LAUNCH, CAPTURES = 1, 2, 3
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_KINETO = re.compile(rb'\}\s*,\s*\{\s*"ph"')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
-_NEXT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:)')
+_NEXT = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:)')
+_SEPARATORS = re.compile(r"[,\s]*")
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -74,7 +75,6 @@ _ARGS = ("device", "stream", "correlation", "grid", "graph id", "graph node id")
 HINT = "give a Kineto trace (.json, .json.gz), an Nsight Systems export (.sqlite), or an nsys stats CSV"
 _scanner = json.JSONDecoder(strict=False, parse_float=str)
 _decode = msgspec.json.Decoder(list[_Event]).decode
-_decode_one = msgspec.json.Decoder(_Event).decode
 
 
 def call_kind(name: str) -> int:
@@ -116,14 +116,14 @@ def all_ns(texts: list[msgspec.Raw]) -> np.ndarray:
     joined = b" ".join([*texts, b""])
     flat = np.frombuffer(joined, np.uint8)
     dots, ends = np.flatnonzero(flat == ord(".")), np.flatnonzero(flat == ord(" "))
-    plain = _PLAIN.fullmatch(joined) is not None and len(ends) == len(texts)
-    if plain and len(dots) == len(ends):
+    plain = _PLAIN.fullmatch(joined) is not None and len(ends) == len(texts) and (np.diff(ends, prepend=-1) > 1).all()
+    if plain and len(dots) == len(ends) > 0:
         numbers = np.fromstring(joined.replace(b".", b" "), np.int64, sep=" ")
         decimals = ends - dots - 1
         paired = len(numbers) == 2 * len(texts) and (dots[1:] > ends[:-1]).all()
         if paired and (decimals > 0).all() and (decimals <= 3).all() and numbers.max(initial=0) < MAX_US:
             return numbers[0::2] * 1000 + numbers[1::2] * np.array([0, 100, 10, 1])[decimals]
-    elif plain and not len(dots):
+    elif plain and len(ends) and not len(dots):
         numbers = np.fromstring(joined, np.int64, sep=" ")
         if len(numbers) == len(texts) and numbers.max(initial=0) < MAX_US:
             return numbers * 1000
@@ -246,86 +246,59 @@ class Collector:
                     self.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), number, kind == GRAPH_LAUNCH))
 
     def take_damaged(self, body: bytes, process: int, last: bool) -> tuple[bytes, bytes | None]:
-        """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen."""
+        """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen.
+
+        Control characters, NaN and bad UTF-8 are let through; other damage costs what lies before the next event.
+        """
+        text = body.decode("utf-8", "replace")
         good: list[_Event] = []
-        lenient = bad = 0
-        pending, joined = b"", 0
-        tail = None
-        for piece in _pieces(body):
-            event = _strict(piece)
-            if event is not None:
-                bad += joined
-                pending, joined = b"", 0
-                good.append(event)
-                continue
-            # pieces that were cut inside one event's arguments belong together
-            if pending and joined < 16 and (event := _strict(pending + b"," + piece)) is not None:
-                pending, joined = b"", 0
-                good.append(event)
-                continue
-            events, rest = _lenient(piece)
-            lenient += len(events)
-            good += events
-            if rest.startswith(b"]"):
-                lenient -= 1 if len(events) == 1 else 0  # the last event of a sound file
-                tail = rest
+        bad = at = 0
+        pending, tail = "", None
+        lost = False  # between damage and the next event
+        while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            if text[at] == "]" and not lost:
+                tail = text[at:]
                 break
-            if not rest:
-                bad += joined
-                pending, joined = b"", 0
-            elif joined < 16:
-                pending, joined = (pending + b"," + piece if pending else piece), joined + 1
-            else:
-                bad += joined
-                pending, joined = piece, 1
-        if last or tail is not None or len(pending) > MAX_PENDING:
-            bad += joined
-            pending = b""
+            try:
+                fields, end = _scanner.raw_decode(text, at)
+            except (ValueError, RecursionError) as e:
+                if not last and getattr(e, "pos", 0) >= len(text) and len(text) - at < MAX_PENDING:
+                    pending = text[at:]  # the block was cut inside this event
+                    break
+                bad += not lost
+                if (following := _NEXT.search(text, at)) is None:
+                    break
+                at, lost = following.end(), True
+                continue
+            if isinstance(fields, dict) and (not lost or "ph" in fields):
+                good.append(_from_dict(fields))
+                lost = False
+            elif not lost:
+                bad, lost = bad + 1, True
+            at = end
+        sound = None if bad or "\ufffd" in text else _strict(text[:at])
         self.bad += bad
-        if bad or lenient:
+        if sound is None:
             self.recovered += len(good)
-        self.take(good, process)
-        return pending, tail
+        self.take(good if sound is None else sound, process)
+        return pending.encode(), None if tail is None else tail.encode("utf-8", "replace")
 
 
-def _pieces(body: bytes) -> Iterator[bytes]:
-    at = 0
-    for match in _NEXT.finditer(body):
-        yield body[at : match.start() + 1]
-        at = match.end()
-    if last := body[at:].strip(b", \t\r\n"):
-        yield last
-
-
-def _strict(piece: bytes) -> _Event | None:
+def _strict(text: str) -> list[_Event] | None:
     try:
-        return _decode_one(piece)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decode("[" + text.strip(", \t\r\n") + "]")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 
 
-def _lenient(piece: bytes) -> tuple[list[_Event], bytes]:
-    """Events with control characters, NaN or bad UTF-8 let through, and the bytes after them."""
-    text = piece.decode("utf-8", "replace")
-    events: list[_Event] = []
-    at = 0
-    while at < len(text) and text[at] != "]":
-        try:
-            fields, at = _scanner.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(fields, dict):
-            break
-        args = fields.get("args")
-        args = _Args(*(args.get(k) for k in _ARGS)) if isinstance(args, dict) else None
-        if args and not (type(args.grid) is list and all(type(x) is int for x in args.grid)):
-            args.grid = None
-        ts, dur = (msgspec.Raw(str(fields.get(k, "")).encode("utf-8", "replace")) for k in ("ts", "dur"))
-        ph, cat, name = (value if isinstance(value := fields.get(k), str) else None for k in ("ph", "cat", "name"))
-        events.append(_Event(ph, cat, name, ts, dur, fields.get("pid"), fields.get("tid"), args))
-        while at < len(text) and text[at] in ", \t\r\n":
-            at += 1
-    return events, text[at:].encode("utf-8", "replace")
+def _from_dict(fields: dict[str, Any]) -> _Event:
+    args = fields.get("args")
+    args = _Args(*(args.get(k) for k in _ARGS)) if isinstance(args, dict) else None
+    if args and not (type(args.grid) is list and all(type(x) is int for x in args.grid)):
+        args.grid = None
+    ts, dur = (msgspec.Raw(str(fields.get(k, "")).encode("utf-8", "replace")) for k in ("ts", "dur"))
+    ph, cat, name = (value if isinstance(value := fields.get(k), str) else None for k in ("ph", "cat", "name"))
+    return _Event(ph, cat, name, ts, dur, fields.get("pid"), fields.get("tid"), args)
 
 
 def read(path: Path, file: int, into: Collector, progress: Progress | None = None) -> Source:
@@ -386,9 +359,11 @@ def _start(head: bytes) -> int | None:
 
 
 def _last_boundary(block: bytes) -> tuple[int, int] | None:
-    for start in (max(0, len(block) - (1 << 16)), 0):
-        if found := list(_BETWEEN.finditer(block, start)):
-            return found[-1].start() + 1, found[-1].end() - 1
+    """The end of the last whole event and the start of the next; the start that Kineto writes is surer than any brace."""
+    near = max(0, len(block) - (1 << 16))
+    for pattern, start in ((_KINETO, near), (_BETWEEN, near), (_BETWEEN, 0)):
+        if found := list(pattern.finditer(block, start)):
+            return found[-1].start() + 1, block.index(b"{", found[-1].start())
     return None
 
 

@@ -383,7 +383,8 @@ def _warn_trace(trace: Trace, verdict: str, warnings: list[Warning]) -> None:
     if verdict in phases:
         warnings.append(Warning(*phases[verdict]))
     if health.bad_events:
-        text = f"{health.bad_events} damaged events were skipped, {health.recovered} beside them were recovered"
+        read = f"{health.events} were read, {health.recovered} of them out of damaged blocks"
+        text = f"{health.bad_events} damaged events were skipped; {read}"
         warnings.append(Warning("DAMAGED", text))
     if health.truncated:
         warnings.append(Warning("TRUNCATED", "the file ends early: the last step may be cut"))

@@ -80,7 +80,7 @@ class Stream:
                         self._put(raw)
                     elif not self.truncated:
                         inflate = self._inflate(inflate, raw)
-                if inflate is not None and not self.truncated and not inflate.eof:
+                if inflate is not None and not (self.truncated or self._stop.is_set() or inflate.eof):
                     self._emit(inflate.flush())
                     self.truncated = not inflate.eof
             self.sha256 = digest.hexdigest()
