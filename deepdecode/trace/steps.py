@@ -198,9 +198,10 @@ def _graph_steps(trace: Trace, start: np.ndarray, launch: np.ndarray) -> np.ndar
     if size.max() < 64 and len(calls) > 2:
         # pieces: those of one size repeat once a layer, the first and last of a step do not
         sizes, counts = np.unique(size, return_counts=True)
-        rare = sizes[np.argmin(counts)]
         if counts.min() * 4 <= len(calls):
-            whole = size == rare
+            # of equally rare ones, the piece that comes first begins the step
+            rare = np.isin(size, sizes[counts == counts.min()])
+            whole = size == size[rare][np.argmin(begins[rare])]
     return np.sort(begins[whole])
 
 
