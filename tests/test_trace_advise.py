@@ -1,5 +1,7 @@
 """Ceilings, their sum, the ranking and its reasons, on profiles whose times are known."""
 
+from dataclasses import replace
+
 import pytest
 from made_profiles import profile
 
@@ -93,6 +95,11 @@ def test_collectives_may_be_waiting():
     wait = get(advice, "collective-wait")
     assert wait.confidence == "low"
     assert "may be waiting for other ranks (`ncclDevKernel_AllReduce_Sum_bf16`)" in wait.notes[0]
+    assert not any("GPU timelines" in note for note in wait.notes)
+    ranks = profile([*RUNG_2, ("ncclDevKernel_AllReduce_Sum_bf16", "collective", 30.0)], gpus=2)
+    quick = replace(ranks.devices[1], exclusive_ns={**ranks.devices[1].exclusive_ns, "collective": 8 * 10_000_000})
+    both = advise(replace(ranks, devices=(ranks.devices[0], quick)), "ranks")
+    assert get(both, "collective-wait").notes[1].startswith("over 2 GPU timelines it takes 10.000 to 30.000 ms a step")
     fused = advise(profile([("fused_moe_all2all_gemm", "moe", 30.0), ("x", "glue", 1.0)]), "ep")
     assert "may be waiting" in get(fused, "moe-kernel").notes[0]
 

@@ -142,9 +142,9 @@ def test_unknowns_are_said_but_not_refused():
 def test_graph_mode_and_step_count_qualify_the_verdict():
     comparison = run(profile(BASE, name="a", graph_mode="eager", steps=5), profile(with_attention(2.0), name="b"))
     assert "eager before and full after" in text_of(comparison, "graph-mode-mismatch")
-    assert "5 steps before and 8 after: compared per step" in text_of(comparison, "step-count")
+    assert "5 steps before and 8 after: compared per step" in text_of(comparison, "step-count-mismatch")
     assert comparison.verdicts[0].word == "faster"
-    assert comparison.verdicts[0].text.endswith("read with: graph-mode-mismatch")
+    assert comparison.verdicts[0].text.endswith("read with: graph-mode-mismatch, step-count-mismatch")
 
 
 def precise(precision, ms=5.0):

@@ -61,6 +61,21 @@ def test_rich_shows_markup_as_it_is(monkeypatch):
     assert "[/x] [bold]b[/] :smile:" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_narrow_terminal_cuts_no_figure(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    figures = tuple(f"{i}23.456789" for i in range(1, 9))
+    doc = Doc(
+        "t", (Table("x", ("name", *(f"column {i}" for i in range(8))), "l" + "r" * 8, ((Code("kernel_" * 9), *figures),)),)
+    )
+    terminal = Terminal()
+    show(doc, terminal)
+    for figure in figures:
+        assert figure in terminal.getvalue()
+    assert "column 7" in terminal.getvalue()
+
+
 def test_plain_columns_line_up():
     doc = Doc("t", (Table("", ("name", "ms"), "lr", (("a", "1.0"), (Code("漢字"), "12.0"), ("é", "3"))),))
     assert plain(doc) == "t\n\n  name    ms\n  ----  ----\n  a      1.0\n  漢字  12.0\n  é        3\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from deepdecode.trace.compare import UNKNOWN_LIMIT, WHOLE, spread
-from deepdecode.trace.model import DeviceProfile, Profile, TraceError
+from deepdecode.trace.model import DeviceProfile, Kernel, Profile, TraceError
 from deepdecode.trace.render import count, ms, percent, quote
 
 SCHEMA = 1  # of Advice as JSON
@@ -176,7 +176,7 @@ def advise(
     for entry in _applicable(book, dev):
         ns = round(scale * sum(times[name] for name in entry.takes if name in times))
         if ns >= SMALLEST * wall:
-            candidates.append(_candidate(entry, book, dev, ns, wall, speedups, floors_ns))
+            candidates.append(_candidate(entry, book, profile, dev, ns, wall, speedups, floors_ns))
     candidates.sort(key=lambda c: (-c.score, c.id))
     unused = [name for name in (*speedups, *floors_ns) if name not in {c.id for c in candidates}]
     choice = candidates[0] if candidates and candidates[0].score > 0 else None
@@ -242,6 +242,7 @@ def _holds(entry: Entry, book: Catalogue, dev: DeviceProfile) -> bool:
 def _candidate(
     entry: Entry,
     book: Catalogue,
+    profile: Profile,
     dev: DeviceProfile,
     ns: int,
     wall: int,
@@ -277,15 +278,19 @@ def _candidate(
         why=entry.why,
         check=entry.check,
         largest=kernels[0].name if kernels else "",
-        notes=_notes(entry, dev, kernels, saved),
+        notes=_notes(entry, profile, dev, kernels, saved),
     )
 
 
-def _notes(entry: Entry, dev: DeviceProfile, kernels: Sequence, saved: float) -> tuple[str, ...]:
+def _notes(entry: Entry, profile: Profile, dev: DeviceProfile, kernels: Sequence[Kernel], saved: float) -> tuple[str, ...]:
     notes = []
     waiting = [kr.name for kr in kernels if entry.may_wait or any(word in kr.name.lower() for word in WAIT_WORDS)]
     if waiting:
         notes.append(f"may be waiting for other ranks ({quote(waiting[0][:80])}): compare ranks before believing the time")
+    if entry.may_wait and len(profile.devices) > 1:
+        ranks = [one.exclusive_ns.get("collective", 0) / max(1, one.steps.count) for one in profile.devices]
+        spans = f"{ms(min(ranks))} to {ms(max(ranks))} ms a step"
+        notes.append(f"over {len(ranks)} GPU timelines it takes {spans}: what exceeds the least is likely waiting")
     if saved and saved < spread([step.wall_ns for step in dev.steps.items]):
         notes.append("the saving is below the spread of this run's steps: a measurement may not show it")
     return tuple(notes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Kernel, Profile
-from deepdecode.trace.render import count, ms, percent, quote, signed_percent
+from deepdecode.trace.render import count, ms, percent, quote, short, signed_percent
 
 SCHEMA = 1  # of Comparison as JSON
 
@@ -180,7 +180,9 @@ def _run(profile: Profile, label: str) -> Run:
     formats = "+".join(sorted({source.format for source in profile.sources}))
     names = ", ".join(profile.gpus)
     if profile.main is None:
-        return Run(label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0, 0)
+        return Run(
+            label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0, 0
+        )
     dev = profile.devices[profile.main]
     return Run(
         label=label,
@@ -351,7 +353,7 @@ def _step_flags(a: Run, b: Run, flag) -> None:
         text = (
             f"{a.steps} steps before and {b.steps} after: compared per step; the totals of the two captures are not comparable"
         )
-        flag("step-count", "note", text)
+        flag("step-count-mismatch", "warn", text)
     if _few(a, b) and not whole:
         fewest = min(a.steps, b.steps)
         text = f"{fewest} step{'s' * (fewest != 1)} cannot show the noise: changes under {NOISE_FLOOR_FEW:.0%} are not called"
@@ -451,7 +453,7 @@ def _moves(cats: Sequence[Row], kernels: Sequence[Row], before: int, after: int,
         for target, rise in rises.items():
             arrived = min(rise, sum(_ns(row, after) for row in new.get(target, ())))
             if source in gone and arrived >= MOVED * fall:
-                names = quote(gone[source][0].key), quote(new[target][0].key)
+                names = quote(short(gone[source][0].key)), quote(short(new[target][0].key))
                 text = f"{CATEGORIES.get(source, source)} lost {ms(fall)} ms a step ({names[0]} is gone) while new kernels in "
                 out.append(f"{text}{CATEGORIES.get(target, target)} ({names[1]}) take {ms(arrived)} ms: work may have moved")
     return out

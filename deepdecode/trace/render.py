@@ -172,6 +172,12 @@ def _columns(table: Table) -> list[str]:
     return lines
 
 
+def _least(table: Table, column: int) -> int:
+    """A column of figures needs its widest; a column of names folds, down to 24."""
+    widest = max(_width(clean(row[column])) for row in (table.head, *table.rows))
+    return widest if table.align[column] == "r" else min(widest, 24)
+
+
 def _width(text: str) -> int:
     """Columns on a terminal; wide East Asian characters take two, combining marks none."""
     if text.isascii():
@@ -206,6 +212,9 @@ def _show_rich(doc: Doc, stream: IO[str]) -> None:
                 console.print(Text(clean(part.title), style="bold"))
             for item in part.items:
                 console.print(Padding(Text("- " + clean(item)), (0, 0, 0, 2)))
+        elif sum(_least(part, i) + 3 for i in range(len(part.head))) > console.width:
+            # too narrow: rich would cut figures; aligned lines that run over keep them
+            console.print(Text("\n".join([clean(part.title), *_columns(part)])), soft_wrap=True)
         else:
             table = RichTable(
                 title=Text(clean(part.title), style="bold") if part.title else None,
@@ -220,5 +229,5 @@ def _show_rich(doc: Doc, stream: IO[str]) -> None:
             for row in part.rows:
                 table.add_row(*(Text(clean(cell)) for cell in row))
             console.print(table)
-            if part.note:
-                console.print(Text(clean(part.note), style="dim"))
+        if isinstance(part, Table) and part.note:
+            console.print(Text(clean(part.note), style="dim"))
