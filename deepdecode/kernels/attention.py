@@ -1,12 +1,13 @@
 """Sparse attention over paged rows, for every arch: keys split over programs, then a merge.
 
-A tile of N rows becomes one [8, N, 64] block, a channel group for each warp (or two), and both products are batched over
-the groups: S = sum_g KV_g Q_g, O_g = KV_g^T P. So a warp keeps only its group of Q and of O in registers and reads only its
-group of the tile, which is what lets 8 to 32 heads run on mma.sync without a spill. Keys stand on the M side, so 8 heads fill
-the N side exactly.
+Keys stand on the M side of both products (S = KV Q^T, O^T = KV^T P), so 8 heads fill the N side of mma.sync exactly.
+A tile is widened once, into one copy in shared memory that both products read. Each word of 4 E4M3 codes is taken apart into
+4 quarters of the channels, each a tile of its own: gathering them in channel order would cost a shuffle of every register, and
+makes Triton keep a second copy. Q and the output are read and written in the same order, at no cost.
 
 E4M3 codes are placed into bfloat16 bits by integer arithmetic and multiplied by their row's scale: no FP8 instruction, so
-sm_80 runs the same code, and no exponent is lost. Arithmetic is bfloat16 with float32 sums.
+sm_80 runs the same code, and no exponent is lost. Arithmetic is bfloat16 with float32 sums. A NaN code (0x7f, 0xff) beside a
+finite scale reads 480; `write_rows` never writes one, it gives a group with a NaN a NaN scale.
 """
 
 import torch
@@ -21,98 +22,137 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def _place(x, scale):
-    """int32 of 4 E4M3 codes, int32 of a bfloat16 scale in both halves -> 2 int32 of 2 bfloat16 values.
+    """int32 of 4 E4M3 codes, int32 of a bfloat16 scale -> the 4 values in bfloat16.
 
-    Placed bits read 2**-120 times the code; 0x7180 is 2**100, and `scale` holds the other 2**20: one factor alone would
-    leave bfloat16 from scales of 2**8 on. -0.0 is the neutral addend (mul.bf16x2 needs sm_90).
+    One instance takes two words and their scales, so that a register holds the same code of both. Placed bits read 2**-120
+    times the code; 0x7180 is 2**100, and `scale` holds the other 2**20: one factor alone would leave bfloat16 from 2**8 on.
+    -0.0 is the neutral addend (mul.bf16x2 needs sm_90). What prmt leaves in the low bytes is masked away.
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 x, y, u, v, z, k;
+        .reg .b32 a, b, c, d, s, t, u, v, z, k, f;
         mov.b32 z, 0x80008000;
         mov.b32 k, 0x71807180;
-        prmt.b32 x, $2, 0, 0x1404;
-        prmt.b32 y, $2, 0, 0x3424;
-        shr.u32 u, x, 4;
-        shr.u32 v, y, 4;
-        and.b32 x, x, 0x80008000;
-        and.b32 y, y, 0x80008000;
-        lop3.b32 x, x, u, 0x07f007f0, 0xf8;
-        lop3.b32 y, y, v, 0x07f007f0, 0xf8;
-        fma.rn.bf16x2 x, x, k, z;
-        fma.rn.bf16x2 y, y, k, z;
-        fma.rn.bf16x2 $0, x, $3, z;
-        fma.rn.bf16x2 $1, y, $3, z;
+        prmt.b32 f, $6, $7, 0x5410;
+        prmt.b32 a, $4, $5, 0x4404;
+        prmt.b32 b, $4, $5, 0x5515;
+        prmt.b32 c, $4, $5, 0x6626;
+        prmt.b32 d, $4, $5, 0x7737;
+        shr.u32 s, a, 4;
+        shr.u32 t, b, 4;
+        shr.u32 u, c, 4;
+        shr.u32 v, d, 4;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x80008000;
+        and.b32 c, c, 0x80008000;
+        and.b32 d, d, 0x80008000;
+        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
+        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
+        lop3.b32 c, c, u, 0x07f007f0, 0xf8;
+        lop3.b32 d, d, v, 0x07f007f0, 0xf8;
+        fma.rn.bf16x2 a, a, k, z;
+        fma.rn.bf16x2 b, b, k, z;
+        fma.rn.bf16x2 c, c, k, z;
+        fma.rn.bf16x2 d, d, k, z;
+        fma.rn.bf16x2 $0, a, f, z;
+        fma.rn.bf16x2 $1, b, f, z;
+        fma.rn.bf16x2 $2, c, f, z;
+        fma.rn.bf16x2 $3, d, f, z;
         }""",
-        "=r,=r,r,r",
+        "=r,=r,=r,=r,r,r,r,r",
         [x, scale],
-        dtype=(tl.int32, tl.int32),
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=1,
+        pack=2,
     )
 
 
 @triton.jit
 def _halves(x):
+    """int32 -> its two bfloat16."""
     low = (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     high = ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return low, high
 
 
 @triton.jit
-def _code(byte, scale):
+def _code(word, byte: tl.constexpr, scale):
     """The interpreter's E4M3: the same placement, one code at a time in float32."""
-    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+    code = (word >> (8 * byte)) & 0xFF
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * 1.3292279957849159e36 * scale  # 2**120
 
 
 @triton.jit
-def fp8_tile(row_ptr, scale_ptr, live, N: tl.constexpr, INTERPRET: tl.constexpr):
-    """[8, N, 64]: groups 0..6 hold the codes times their scale, group 7 the rope values.
+def words_of(FP8: tl.constexpr):
+    """Where the channels of the four quarters stand in a plain row of 512, counted in words of two channels.
 
-    Group 7 is loaded as the codes are, 16 words for each row, and 16 more: word w holds channels 448 + 2w and + 1 in the
-    first half, 480 + 2w and + 1 in the second. `rope_order` gives q that order, `channel_order` takes it from the output.
+    int32 [128] twice: the first word holds channel i of quarters 0 and 1, the second of quarters 2 and 3. See `fp8_quarters`.
+    """
+    i = tl.arange(0, 128)
+    if FP8:
+        group = i // 16
+        w = i % 16
+        first = tl.where(group == 7, 224 + w, group * 32 + 2 * w)
+        second = tl.where(group == 7, 240 + w, group * 32 + 2 * w + 1)
+    else:
+        first = i
+        second = i + 128
+    return first, second
+
+
+@triton.jit
+def fp8_quarters(row_ptr, scale_ptr, live, N: tl.constexpr, INTERPRET: tl.constexpr):
+    """Four [N, 128] of one tile of rows: quarter k holds code k of each word of 4 codes, times its scale.
+
+    The last 16 columns hold the rope values: loaded as if they were 16 words of codes, and 16 words more.
     """
     group = tl.arange(0, 8)
-    rope = (group == 7)[:, None, None]
-    words = row_ptr.to(tl.pointer_type(tl.int32))[None, :, None] + group[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
-    x = tl.load(words, mask=live[None, :, None], other=0)  # [8, N, 16]
-    y = tl.load(words + 16, mask=live[None, :, None] & rope, other=0)
-    scale = tl.load(scale_ptr[None, :] + group[:, None], mask=live[None, :], other=0).to(tl.int32)  # [8, N]
+    rope = (group == 7)[None, :, None]
+    words = row_ptr[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    x = tl.load(words, mask=live[:, None, None], other=0)  # [N, 8, 16]
+    y = tl.load(words + 16, mask=live[:, None, None] & rope, other=0)
+    scale = tl.load(scale_ptr[:, None] + group[None, :] // 4, mask=live[:, None], other=0)
+    scale = (scale >> (8 * (group % 4))[None, :]) & 0xFF  # [N, 8]
+    r0, r1 = _halves(x)
+    r2, r3 = _halves(y)
     if INTERPRET:
         s = tl.where(scale == 255, float("nan"), tl.exp2(scale.to(tl.float32) - 127.0))[:, :, None]
-        v0 = tl.where(rope, (x << 16).to(tl.float32, bitcast=True), _code(x & 0xFF, s))
-        v1 = tl.where(rope, (x & -65536).to(tl.float32, bitcast=True), _code((x >> 8) & 0xFF, s))
-        v2 = tl.where(rope, (y << 16).to(tl.float32, bitcast=True), _code((x >> 16) & 0xFF, s))
-        v3 = tl.where(rope, (y & -65536).to(tl.float32, bitcast=True), _code((x >> 24) & 0xFF, s))
+        v0, v1, v2, v3 = _code(x, 0, s), _code(x, 1, s), _code(x, 2, s), _code(x, 3, s)
+        r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN
         factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)
-        factor = tl.broadcast_to((factor | (factor << 16))[:, :, None], (8, N, 16))
-        low, high = _place(x, factor)
-        v0, v1 = _halves(tl.where(rope, x, low))
-        v2, v3 = _halves(tl.where(rope, y, high))
-    return tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (8, N, 64))
+        v0, v1, v2, v3 = _place(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+    v0 = tl.reshape(tl.where(rope, r0, v0), (N, 128))
+    v1 = tl.reshape(tl.where(rope, r1, v1), (N, 128))
+    v2 = tl.reshape(tl.where(rope, r2, v2), (N, 128))
+    v3 = tl.reshape(tl.where(rope, r3, v3), (N, 128))
+    return v0, v1, v2, v3
 
 
 @triton.jit
-def plain_tile(row_ptr, live):
-    """[8, N, 64] of a bfloat16 row of 512."""
-    channel = tl.arange(0, 8)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :]
-    return tl.load(row_ptr.to(tl.pointer_type(tl.bfloat16))[None, :, None] + channel, mask=live[None, :, None], other=0.0)
+def plain_quarters(row_ptr, live):
+    """The same of bfloat16 rows: quarters 0 and 1 are the even and odd channels of the first half, 2 and 3 of the second."""
+    words = row_ptr[:, None] + tl.arange(0, 128)[None, :]
+    v0, v1 = _halves(tl.load(words, mask=live[:, None], other=0))
+    v2, v3 = _halves(tl.load(words + 128, mask=live[:, None], other=0))
+    return v0, v1, v2, v3
 
 
 @triton.jit
-def rope_order(x, W: tl.constexpr):
-    """[8, 64, W], group 7 from channel order into the order that `fp8_tile` loads."""
-    moved = tl.reshape(tl.permute(tl.reshape(x, (8, 2, 16, 2, W)), (0, 2, 1, 3, 4)), (8, 64, W))
-    return tl.where((tl.arange(0, 8) == 7)[:, None, None], moved, x)
+def _pack(low, high):
+    low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def channel_order(x, W: tl.constexpr):
-    moved = tl.reshape(tl.permute(tl.reshape(x, (8, 16, 2, 2, W)), (0, 2, 1, 3, 4)), (8, 64, W))
-    return tl.where((tl.arange(0, 8) == 7)[:, None, None], moved, x)
+def _store(ptr, row, mask, a0, a1, a2, a3, FP8: tl.constexpr):
+    """Four [128, BLOCK_H] into rows of 512 values of 16 bits; `row` counts them, [BLOCK_H]."""
+    first, second = words_of(FP8)
+    at = ptr.to(tl.pointer_type(tl.int32)) + row[None, :] * 256
+    tl.store(at + first[:, None], _pack(a0, a1), mask=mask[None, :])
+    tl.store(at + second[:, None], _pack(a2, a3), mask=mask[None, :])
 
 
 @triton.jit(
@@ -172,16 +212,24 @@ def split_kernel(
 
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < H
-    group = tl.arange(0, 8)[:, None, None]
-    channel = group * 64 + tl.arange(0, 64)[None, :, None]
-    at = (t * H + head)[None, None, :] * 512 + channel  # [8, 64, BLOCK_H]
-    q = tl.load(q_ptr + at, mask=head_live[None, None, :], other=0.0).to(DOT)
-    if FP8:
-        q = rope_order(q, BLOCK_H)
+    first, second = words_of(FP8)
+    if INTERPRET:
+        at = q_ptr + (t * H + head)[None, :] * 512
+        q0 = tl.load(at + 2 * first[:, None], mask=head_live[None, :], other=0.0)
+        q1 = tl.load(at + 2 * first[:, None] + 1, mask=head_live[None, :], other=0.0)
+        q2 = tl.load(at + 2 * second[:, None], mask=head_live[None, :], other=0.0)
+        q3 = tl.load(at + 2 * second[:, None] + 1, mask=head_live[None, :], other=0.0)
+    else:
+        at = q_ptr.to(tl.pointer_type(tl.int32)) + (t * H + head)[None, :] * 256
+        q0, q1 = _halves(tl.load(at + first[:, None], mask=head_live[None, :], other=0))  # [128, BLOCK_H]
+        q2, q3 = _halves(tl.load(at + second[:, None], mask=head_live[None, :], other=0))
 
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([8, 64, BLOCK_H], tl.float32)
+    a0 = tl.zeros([128, BLOCK_H], tl.float32)
+    a1 = tl.zeros([128, BLOCK_H], tl.float32)
+    a2 = tl.zeros([128, BLOCK_H], tl.float32)
+    a3 = tl.zeros([128, BLOCK_H], tl.float32)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key = n + tl.arange(0, BLOCK_N)
         is_extra = key >= window_len
@@ -198,14 +246,17 @@ def split_kernel(
             is_extra, extra_stride, window_stride
         )
         if FP8:
-            row_ptr = tl.multiple_of(page_ptr + place * 576, ALIGN)
-            kv = fp8_tile(row_ptr, page_ptr + page_size * 576 + place * 8, live, BLOCK_N, INTERPRET)
+            row_ptr = tl.multiple_of(page_ptr + place * 144, ALIGN)
+            v0, v1, v2, v3 = fp8_quarters(row_ptr, page_ptr + page_size * 144 + place * 2, live, BLOCK_N, INTERPRET)
         else:
-            kv = plain_tile(tl.multiple_of(page_ptr + place * 1024, ALIGN), live)
-        kv = kv.to(DOT)  # [8, BLOCK_N, 64]
+            v0, v1, v2, v3 = plain_quarters(tl.multiple_of(page_ptr + place * 256, ALIGN), live)
+        v0, v1, v2, v3 = v0.to(DOT), v1.to(DOT), v2.to(DOT), v3.to(DOT)
 
-        score = tl.sum(tl.dot(kv, q), 0) * scale_log2  # [BLOCK_N, BLOCK_H]
-        score = tl.where(live[:, None], score, float("-inf"))
+        score = tl.dot(v0, q0.to(DOT))  # [BLOCK_N, BLOCK_H]
+        score = tl.dot(v1, q1.to(DOT), score)
+        score = tl.dot(v2, q2.to(DOT), score)
+        score = tl.dot(v3, q3.to(DOT), score)
+        score = tl.where(live[:, None], score * scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, 0))
         # a tile without a live key must not make inf - inf
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -213,26 +264,38 @@ def split_kernel(
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(p, 0)
         peak = new_peak
-        pb = tl.broadcast_to(p.to(DOT)[None, :, :], (8, BLOCK_N, BLOCK_H))
-        acc = tl.dot(tl.permute(kv, (0, 2, 1)), pb, acc * fade[None, None, :])  # [8, 64, BLOCK_H]
+        p = p.to(DOT)
+        a0 = tl.dot(tl.trans(v0), p, a0 * fade[None, :])  # [128, BLOCK_H]
+        a1 = tl.dot(tl.trans(v1), p, a1 * fade[None, :])
+        a2 = tl.dot(tl.trans(v2), p, a2 * fade[None, :])
+        a3 = tl.dot(tl.trans(v3), p, a3 * fade[None, :])
 
     some = tl.where(total == 0, 1.0, total)
     lse_log2 = tl.where(total == 0, float("-inf"), peak + tl.log2(some))
     if SPLIT:
-        acc = acc / some[None, None, :]
         # a power of two brings the largest channel to 2**14, so float16 holds any row; the merge takes it back
-        top = tl.max(tl.max(tl.abs(acc), 0), 0)  # [BLOCK_H]
+        top = tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3)))
+        top = tl.max(top, 0) / some  # [BLOCK_H]
         field = tl.minimum(tl.maximum(268 - ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF), 1), 253)
-        acc = (acc * (field << 23).to(tl.float32, bitcast=True)[None, None, :]).to(tl.float16)
-        if FP8:
-            acc = channel_order(acc, BLOCK_H)
+        factor = ((field << 23).to(tl.float32, bitcast=True) / some)[None, :]
         row = (t * splits + part) * H + head
-        tl.store(part_ptr + row[None, None, :] * 512 + channel, acc, mask=head_live[None, None, :])
+        F16: tl.constexpr = tl.float16
+        _store(
+            part_ptr,
+            row,
+            head_live,
+            (a0 * factor).to(F16),
+            (a1 * factor).to(F16),
+            (a2 * factor).to(F16),
+            (a3 * factor).to(F16),
+            FP8,
+        )
         tl.store(part_unit_ptr + row, ((254 - field) << 23).to(tl.float32, bitcast=True), mask=head_live)
         tl.store(part_lse_ptr + row, lse_log2, mask=head_live)
     else:
         if HAS_LSE:
             tl.store(lse_ptr + t * H + head, lse_log2 / 1.4426950408889634, mask=head_live)
+        factor = 1.0 / some
         if HAS_SINK:
             sink = tl.load(sink_ptr + head, mask=head_live, other=0.0) * 1.4426950408889634
             high = tl.maximum(peak, sink)
@@ -240,11 +303,27 @@ def split_kernel(
             high = tl.where(high == float("-inf"), 0.0, high)
             fade = tl.exp2(peak - high)
             total = total * fade + tl.exp2(sink - high)
-            acc = acc * fade[None, None, :]
-        acc = (acc / tl.where(total == 0, 1.0, total)[None, None, :]).to(out_ptr.dtype.element_ty)
-        if FP8:
-            acc = channel_order(acc, BLOCK_H)
-        tl.store(out_ptr + at, acc, mask=head_live[None, None, :])
+            factor = fade / tl.where(total == 0, 1.0, total)
+        factor = factor[None, :]
+        if INTERPRET:
+            at = out_ptr + (t * H + head)[None, :] * 512
+            tl.store(at + 2 * first[:, None], a0 * factor, mask=head_live[None, :])
+            tl.store(at + 2 * first[:, None] + 1, a1 * factor, mask=head_live[None, :])
+            tl.store(at + 2 * second[:, None], a2 * factor, mask=head_live[None, :])
+            tl.store(at + 2 * second[:, None] + 1, a3 * factor, mask=head_live[None, :])
+        else:
+            BF16: tl.constexpr = tl.bfloat16
+            row = t * H + head
+            _store(
+                out_ptr,
+                row,
+                head_live,
+                (a0 * factor).to(BF16),
+                (a1 * factor).to(BF16),
+                (a2 * factor).to(BF16),
+                (a3 * factor).to(BF16),
+                FP8,
+            )
 
 
 @triton.jit(do_not_specialize=["H", "splits"])
@@ -334,11 +413,11 @@ def launch(
         part, part_lse, part_unit = (workspace[begin:end] for begin, end in parts)
         part = part.view(torch.float16)
         part_lse, part_unit = part_lse.view(torch.float32), part_unit.view(torch.float32)
-    window_bytes, extra_bytes = window.data.view(torch.uint8), extra.data.view(torch.uint8)
+    window_words, extra_words = _words(window), _words(extra)
     split_kernel[triton.cdiv(H, config.block_h), T, splits](
         q,
-        window_bytes,
-        extra_bytes,
+        window_words,
+        extra_words,
         window_indices,
         extra_indices,
         window_lens,
@@ -357,8 +436,8 @@ def launch(
         extra.num_rows,
         window.page_size,
         extra.page_size,
-        window_bytes.stride(0),
-        extra_bytes.stride(0),
+        window_words.stride(0),
+        extra_words.stride(0),
         splits,
         config.split_keys,
         FP8=window.fmt == "fp8_584",
@@ -377,6 +456,12 @@ def launch(
     )
     if splits > 1:
         launch_merge(out, lse, sink, part, part_lse, part_unit, splits, config.pdl)
+
+
+def _words(cache: PagedRows) -> torch.Tensor:
+    """The pages as int32. In bytes, Triton would take the tile for 8-bit operands and keep one copy of it for each product."""
+    pages = cache.data if cache.fmt == "bf16" else cache.data[:, : cache.page_size * 584]
+    return pages.view(torch.int32)
 
 
 def launch_merge(out, lse, sink, part, part_lse, part_unit, splits: int, pdl: bool) -> None:
@@ -401,12 +486,14 @@ def launch_merge(out, lse, sink, part, part_lse, part_unit, splits: int, pdl: bo
 
 def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tuple[dict[str, str], dict[str, object]]:
     """Types and constants of `split_kernel` as `launch` passes them, to compile it without a GPU."""
-    pointers = {"q": "bf16", "window": "u8", "extra": "u8", "sink": "fp32", "out": "bf16", "part": "fp16"}
+    pointers = {"q": "bf16", "window": "i32", "extra": "i32", "sink": "fp32", "out": "bf16", "part": "fp16"}
     pointers |= {"part_lse": "fp32", "part_unit": "fp32"} | ({"lse": "fp32"} if lse else {})
     pointers |= dict.fromkeys(("window_indices", "extra_indices", "window_lens", "extra_lens"), "i32")
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in pointers.items()} | {"scale_log2": "fp32"}
     sizes = ("H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys")
-    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("window_stride", "extra_stride"), f"i32:{config.align}")
+    types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(
+        ("window_stride", "extra_stride"), "i32:16" if config.align == 16 else "i32"
+    )
     constants = {"FP8": fmt == "fp8_584", "HAS_SINK": True, "HAS_LSE": lse, "SPLIT": config.splits > 1, "ALIGN": config.align}
     constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "INTERPRET": False}
     return types, constants | {"PDL": config.pdl and config.splits > 1}

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from deepdecode.ops.rows import PagedRows
 
 ROW_BYTES = {"fp8_584": 584, "bf16": 1024}
-# fewest keys of one program: below, the launch and the merge cost more than the keys
-MIN_SPLIT_KEYS = 32
+# keys of a tile
+BLOCK_N = 64
 # each part of the workspace starts on this, so that 16-byte stores stay aligned
 _PART_ALIGN = 128
 
@@ -76,23 +76,25 @@ def supports(case: Case, card: Card) -> str | None:
 
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
-    block_h = 8 if case.H <= 8 else 16
-    config = Config("mma", block_h, 32, 1, 0, 8, 1, min(case.align, 16), card.arch >= 90)
+    tiles = max(1, math.ceil(case.keys / BLOCK_N))
+    # H200 (mma.sync), 128+512 keys: 8 heads a program win while one wave holds them; 16 pass over the rows half as often
+    few = case.H <= 8 or case.T * math.ceil(case.H / 8) * tiles <= card.sms
+    # tiles of 64 bfloat16 rows spill at 16 heads
+    block_n = BLOCK_N if case.window_fmt == "fp8_584" or few else BLOCK_N // 2
+    config = Config("mma", 8 if few else 16, block_n, 1, 0, 4, 1, min(case.align, 16), card.arch >= 90)
     if case.deterministic:
-        # the cut must not depend on T, so it cannot fill the card at every T: pieces of 128 keys suit small batches
-        return replace(config, splits=max(1, math.ceil(case.keys / 128)), split_keys=128)
-    return replace(config, splits=_splits(case, card, config))
+        # the cut must not depend on T, so it cannot fill the card at every T; the block of heads must not either
+        block_h = 8 if case.H <= 8 else 16
+        return replace(config, block_h=block_h, splits=math.ceil(tiles / 2), split_keys=2 * BLOCK_N)
+    rows = case.T * math.ceil(case.H / config.block_h)
+    # two programs fit on an SM: as many splits as that holds, of whole tiles
+    splits = min(tiles, max(1, 2 * card.sms // rows))
+    return replace(config, splits=math.ceil(tiles / math.ceil(tiles / splits)))
 
 
 def plan_unsplit(case: Case, card: Card) -> Config:
     """Rung 1: the same kernel, one program for all keys of a block of heads."""
     return replace(plan(case, card), splits=1, split_keys=0)
-
-
-def _splits(case: Case, card: Card, config: Config) -> int:
-    programs = case.T * math.ceil(case.H / config.block_h)
-    most = max(1, case.keys // MIN_SPLIT_KEYS)
-    return min(most, max(1, math.floor(2 * card.sms / programs)))
 
 
 def programs(case: Case, config: Config) -> tuple[int, int, int]:
