@@ -204,6 +204,13 @@ def test_unknown_share_is_flagged():
     assert "9.1 % of `run1` is in no category" in text_of(comparison, "unknown-share")
 
 
+def test_damage_is_flagged():
+    damaged = profile(with_attention(2.0), name="b", health=Health(events=900, bad_events=12, truncated=True))
+    comparison = run(profile(BASE, name="a"), damaged)
+    assert text_of(comparison, "damaged").startswith("`run1` is not whole (12 could not be read; the file ends early)")
+    assert comparison.verdicts[0].text.endswith("read with: damaged")
+
+
 def test_json_has_a_schema_and_every_flag():
     comparison = run(profile(BASE, name="a"), profile(BASE, name="a"))
     data = msgspec.json.decode(msgspec.json.encode(comparison))

@@ -135,6 +135,13 @@ def test_empty_profile_has_a_page():
     assert "there is no time to account for" in plain(profile_doc(empty, "x"))
 
 
+def test_ranks_and_gaps_are_on_the_page():
+    two = profile([("k", "collective", 4.0)], gpus=2, idle=1.0)
+    text = html.page([two], ["x"])
+    assert text.count('<td class="l">NVIDIA H200</td><td>5.000</td><td>32.000</td><td>8.000</td><td>32.000</td>') == 2
+    assert '<td>500.00</td><td class="k"><code>k</code></td>' in text
+
+
 def test_profile_doc_numbers():
     text = plain(profile_doc(pair()[0], "x"))
     row = next(line for line in text.splitlines() if line.startswith("  attention"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Kernel, Profile
-from deepdecode.trace.render import count, ms, percent, quote, short, signed_percent
+from deepdecode.trace.render import count, health_text, ms, percent, quote, short, signed_percent
 
 SCHEMA = 1  # of Comparison as JSON
 
@@ -301,6 +301,10 @@ def _mismatches(profiles: Sequence[Profile], runs: Sequence[Run], before: int, a
     if idle:
         return out
     for run, profile in ((a, profiles[before]), (b, profiles[after])):
+        health = profile.health
+        if health.bad_events or health.truncated or health.drops:
+            text = f"{quote(run.label)} is not whole ({health_text(health)}): kernels may be missing from its steps"
+            flag("damaged", "warn", text)
         if run.phase == "capture" or profile.health.capture in ("graph-capture", "graph-summary"):
             flag(
                 "capture",

@@ -17,11 +17,12 @@ from pathlib import Path
 from deepdecode.trace.advise import IDLE, Advice
 from deepdecode.trace.compare import Comparison
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Timeline, TraceError
-from deepdecode.trace.render import clean, count, ms, percent, signed_ms, signed_percent
-from deepdecode.trace.report import headline, health_text, takes_text
+from deepdecode.trace.render import clean, count, health_text, ms, percent, signed_ms, signed_percent
+from deepdecode.trace.report import headline, takes_text
 
 MAX_KERNELS = 600  # rows of the kernel table
 MAX_SLICES = 4000  # rectangles of one timeline
+SHOWN_GAPS = 5
 LANE, LANE_GAP = 22, 4
 WIDTH = 1000  # of every drawing, in its own units
 
@@ -63,6 +64,7 @@ class Lanes:
     ticks: tuple[tuple[float, str], ...]
     rects: tuple[Rect, ...]
     readouts: tuple[tuple[str, str], ...]  # kernel, when and how long
+    gaps: tuple[tuple[str, str, str], ...]  # microseconds, kernel before, kernel after
     note: str
 
 
@@ -182,7 +184,28 @@ def _run(profile: Profile, label: str) -> dict:
     trouble = health_text(profile.health)
     facts.append(("records", f"{profile.health.events}" + (f"; {trouble}" if trouble else ", none damaged")))
     files = [(clean(s.path), s.format, f"{s.bytes} bytes", s.sha256[:16]) for s in profile.sources]
-    return {"label": clean(label), "facts": facts, "files": files, "warnings": [clean(w.text) for w in profile.warnings]}
+    return {
+        "label": clean(label),
+        "facts": facts,
+        "files": files,
+        "warnings": [clean(w.text) for w in profile.warnings],
+        "devices": _device_rows(profile) if len(profile.devices) > 1 else [],
+    }
+
+
+def _device_rows(profile: Profile) -> list[tuple[str, ...]]:
+    return [
+        (
+            "-" if dev.rank is None else str(dev.rank),
+            str(dev.device),
+            clean(dev.gpu) or "-",
+            ms(dev.steps.p50_ns),
+            ms(dev.busy_ns),
+            ms(dev.idle_ns),
+            ms(dev.exclusive_ns.get("collective", 0)),
+        )
+        for dev in profile.devices
+    ]
 
 
 def _used(profiles: Sequence[Profile]) -> list[str]:
@@ -280,6 +303,7 @@ def _lanes(profile: Profile, label: str) -> Lanes | None:
         ticks=_ticks(timeline.wall_ns),
         rects=tuple(rects),
         readouts=tuple(readouts),
+        gaps=tuple((f"{gap.dur_ns / 1e3:.2f}", clean(gap.before), clean(gap.after)) for gap in dev.gaps[:SHOWN_GAPS]),
         note=drawn + left,
     )
 

@@ -10,6 +10,8 @@ import unicodedata
 from dataclasses import dataclass
 from typing import IO
 
+from deepdecode.trace.model import Health
+
 NAME_WIDTH = 64  # of a kernel name in a table; JSON and HTML keep it whole
 
 
@@ -91,6 +93,24 @@ def short(name: str, width: int = NAME_WIDTH) -> Code:
         tail = width // 3
         name = name[: width - tail - 3] + "..." + name[-tail:]
     return Code(name)
+
+
+def health_text(health: Health) -> str:
+    """What was damaged or odd, in one sentence; empty when nothing was."""
+    said = []
+    for number, words in (
+        (health.bad_events, "could not be read"),
+        (health.recovered, "were recovered from the damaged part"),
+        (health.orphans, "kernels have no launch in the file"),
+        (health.impossible_durations, "have impossible durations"),
+        (health.zero_durations, "last zero time"),
+        (health.drops, "were dropped by the profiler"),
+    ):
+        if number:
+            said.append(f"{number} {words}")
+    if health.truncated:
+        said.append("the file ends early")
+    return "; ".join(said)
 
 
 # ---- writers

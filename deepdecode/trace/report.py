@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deepdecode.trace.model import CATEGORIES, DeviceProfile, Health, Profile, Source
+from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Source
 from deepdecode.trace.render import (
     Bullets,
     Code,
@@ -16,6 +16,7 @@ from deepdecode.trace.render import (
     Part,
     Table,
     count,
+    health_text,
     ms,
     percent,
     quote,
@@ -78,24 +79,6 @@ def headline(profile: Profile) -> str:
     batch = f", batch {profile.batch}" if profile.batch is not None else ""
     steps = f"{dev.steps.count} step{'s' * (dev.steps.count != 1)}"
     return f"{profile.phase}{gpu}{batch}, {steps} of {ms(dev.steps.p50_ns)} ms"
-
-
-def health_text(health: Health) -> str:
-    """What was damaged or odd, in one sentence; empty when nothing was."""
-    said = []
-    for number, words in (
-        (health.bad_events, "could not be read"),
-        (health.recovered, "were recovered from the damaged part"),
-        (health.orphans, "kernels have no launch in the file"),
-        (health.impossible_durations, "have impossible durations"),
-        (health.zero_durations, "last zero time"),
-        (health.drops, "were dropped by the profiler"),
-    ):
-        if number:
-            said.append(f"{number} {words}")
-    if health.truncated:
-        said.append("the file ends early")
-    return "; ".join(said)
 
 
 def _health_items(profile: Profile) -> list[str]:
