@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
     index_heads=8,
     index_topk=32,
     num_experts=16,
-    experts_per_token=4,
+    experts_per_token=3,
     expert_width=256,
     num_hash_layers=1,
     yarn=Yarn(original_max_positions=1024),

@@ -164,15 +164,22 @@ def test_a_reader_that_leaves_is_no_error():
 
 
 def test_at_least_20_tokens_per_second(capsys):
-    """On 2 CPU cores; the best of three, since other work may share them."""
+    """One thread of one core, in its own processor time, since other work may share the machine; the best of three."""
     speeds = []
     for _ in range(3):
-        began = time.perf_counter()
-        doc = document(capsys, "def f(x):", "--max-new-tokens", "40", "--ignore-eos")
-        speeds.append(doc["stats"]["tokens_per_s"])
-        assert doc["stats"]["tokens_per_s"] <= 40 / (doc["stats"]["first_token_s"] / 1e3 + 1e-9)
-        assert time.perf_counter() - began >= 39 / speeds[-1]
+        began = time.process_time()
+        document(capsys, "def f(x):", "--max-new-tokens", "40", "--ignore-eos")
+        # loading and the prompt are in it too
+        speeds.append(40 / (time.process_time() - began))
     assert max(speeds) >= 20, speeds
+
+
+def test_the_speed_said_is_the_speed_seen(capsys):
+    began = time.perf_counter()
+    stats = document(capsys, "def f(x):", "--max-new-tokens", "20", "--ignore-eos")["stats"]
+    seconds = time.perf_counter() - began
+    assert stats["generated_tokens"] == 20
+    assert 19 / stats["tokens_per_s"] + stats["first_token_s"] + stats["load_s"] <= seconds
 
 
 def test_the_embedded_model_has_every_kind_of_layer():
