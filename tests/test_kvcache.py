@@ -308,6 +308,20 @@ def test_padded_rows_behind_a_prefill(looks_at_steps):
     assert step.entry_write[4][-2:].tolist() == [-1, -1]
 
 
+def test_a_wild_slot_counts_as_padded_where_nobody_looks(monkeypatch):
+    """FAULTS B3: stale rows of a graph's buffers reach no one's rows."""
+    cache = make()
+    cache.reserve(cache.acquire(), 200)
+    monkeypatch.setattr(kvcache, "readable", lambda tensor: False)
+    step = cache.step(torch.zeros(4).long(), ints(127, 127, 127, 2**31 - 1), ints(0, 3, -(2**31), 2**31 - 1), False)
+    assert step.window_write.tolist() == [127 % 12, -1, -1, -1]
+    assert step.window_lens.tolist() == [10, 0, 0, 0]
+    assert [lens.tolist() for lens in step.entry_lens.values()] == [[32, 0, 0, 0], [1, 0, 0, 0]]
+    for tensor in (step.window_indices, *step.entry_write.values(), step.entry_indices):
+        assert tensor[1:].eq(-1).all()
+        assert tensor[0].ge(0).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_decode_step_can_be_captured():
@@ -353,7 +367,7 @@ def test_the_plan_is_what_is_allocated(fmt, slots, max_len, window_page, logical
     parts = allocated(cache)
     assert {name: getattr(plan, name) for name in parts} == parts
     assert plan.block_table == cache.block_tables.nbytes
-    assert plan.total == sum(parts.values()) + plan.block_table
+    assert plan.total == cache.num_bytes == sum(parts.values()) + plan.block_table
     assert plan.pages == cache.free_pages == slots * math.ceil(max_len / logical_page)
 
 

@@ -120,10 +120,7 @@ def _scores(index_q: Tensor, index_weights: Tensor, keys: PagedRows, rows: Tenso
 
 def _choose(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """bool [T, N]: the topk largest scores of each row among the visible, the lower entry where two are equal."""
-    finite = torch.finfo(scores.dtype)
-    # -inf is kept for what is not visible, so that a visible entry always comes first
-    scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=finite.min)
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = torch.where(scores.isnan(), float("inf"), scores).masked_fill(~visible, float("-inf"))
     bar = scores.topk(min(topk, scores.shape[1]), dim=1).values[:, -1:]
     above = scores > bar
     tied = (scores == bar) & visible
