@@ -11,8 +11,8 @@ MAX_PIECES = 20_000_000
 class Account:
     """Activities cut at the steps' borders, each piece with its exclusive time. See model.OVERLAP_RULE."""
 
-    row: np.ndarray  # [p] int64, which activity
-    step: np.ndarray  # [p] int64, which step
+    row: np.ndarray  # [p] int32, which activity
+    step: np.ndarray  # [p] int32, which step
     exclusive_ns: np.ndarray  # [p] int64
     busy_ns: np.ndarray  # [steps] int64
     gap_start: np.ndarray  # [g] int64, in order of time
@@ -44,27 +44,33 @@ def account(start: np.ndarray, end: np.ndarray, border: np.ndarray) -> Account:
     total = int(pieces.sum())
     if total > MAX_PIECES:
         raise ValueError(f"account: pieces must be at most {MAX_PIECES}, got {total}")
-    row = np.repeat(np.arange(len(start)), pieces)
-    step = first[row] + np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    row = np.repeat(np.arange(len(start), dtype=np.int32), pieces)
+    step = (first[row] + np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.int32)
+    del first, last, pieces  # a gigabyte of trace is a million rows: what is done with goes
     s = np.maximum(start[row], border[step, 0])
     e = np.minimum(end[row], border[step, 1])
-    order = np.argsort(s, kind="stable")
-    row, step, s, e = row[order], step[order], s[order], e[order]
+    if (np.diff(s) < 0).any():
+        order = np.argsort(s, kind="stable")
+        row, step, s, e = row[order], step[order], s[order], e[order]
+        del order
 
     points = np.unique(np.concatenate([s, e, border.reshape(-1)]))
-    lo, hi = np.searchsorted(points, s), np.searchsorted(points, e)
+    lo, hi = np.searchsorted(points, s).astype(np.int32), np.searchsorted(points, e).astype(np.int32)
     length = np.diff(points)  # [segments]
-    running = np.cumsum(np.bincount(lo, minlength=len(points)) - np.bincount(hi, minlength=len(points)))[:-1]
+    running = np.bincount(lo, minlength=len(points)) - np.bincount(hi, minlength=len(points))
+    running = np.cumsum(running, out=running)[:-1]
     share = np.where(running > 0, length // np.maximum(running, 1), 0)
     odd = np.where(running > 0, length - share * running, 0)
     upto = np.concatenate([[0], np.cumsum(share)])
     exclusive = upto[hi] - upto[lo]
+    del lo, hi, share, upto
     # of the pieces that have started by a segment, the one that ends last is running if any is
     reach = np.maximum.accumulate(e)
     longest = np.maximum.accumulate(np.where(e == reach, np.arange(total), 0)) if total else np.zeros(0, np.int64)
     started = np.searchsorted(s, points[:-1], "right") - 1
     at = np.flatnonzero(odd)
     np.add.at(exclusive, longest[started[at]], odd[at])
+    del reach, odd
 
     inside = np.searchsorted(border[:, 0], points[:-1], "right") - 1
     inside = np.where((inside >= 0) & (points[:-1] < border[inside, 1]), inside, -1)

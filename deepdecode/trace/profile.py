@@ -89,15 +89,15 @@ def _device(
 
     # rows of one name and kind form a group; group -> name, rule, category
     keys, group = np.unique(table.name[rows].astype(np.int64) * 3 + table.kind[rows], return_inverse=True)
-    group = group.reshape(-1)
+    group = group.reshape(-1).astype(np.int32)
     names = [trace.names[k // 3] for k in keys.tolist()]
     placed = [rules.classify(n) if k % 3 == KERNEL else COPY for k, n in zip(keys.tolist(), names, strict=True)]
     order = list(CATEGORIES)
-    category_of = np.array([order.index(r.category) for r in placed])  # [groups]
+    category_of = np.array([order.index(r.category) for r in placed], np.int32)  # [groups]
     category = category_of[group]
 
     launch = step_finder.launch_of(trace, rows)
-    found = step_finder.find(trace, rows, launch, np.array(order)[category])
+    found = step_finder.find(trace, rows, launch, category == order.index("sampling"))
     for note in found.notes:
         warnings.append(Warning("STEP_TRIMMED", note))
     phases = found.phase if not training else ["training" if p == "unknown" else p for p in found.phase]
@@ -121,7 +121,7 @@ def _device(
     home = np.where((home >= 0) & (start < border[home, 1]), home, -1)
     inside = home >= 0
     exclusive = _sums(group[sums.row], sums.exclusive_ns, n_groups)
-    by_step = _sums(sums.step * n_categories + category[sums.row], sums.exclusive_ns, n_steps * n_categories)
+    by_step = _sums(sums.step.astype(np.int64) * n_categories + category[sums.row], sums.exclusive_ns, n_steps * n_categories)
     by_step = by_step.reshape(n_steps, n_categories)
     window_count = np.bincount(group[inside], minlength=n_groups)
     window_sum = _sums(group[inside], dur[inside], n_groups)

@@ -86,13 +86,13 @@ def launch_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def find(trace: Trace, rows: np.ndarray, launch: np.ndarray, category: np.ndarray) -> Found:
+def find(trace: Trace, rows: np.ndarray, launch: np.ndarray, sampling: np.ndarray) -> Found:
     """Vote on the steps of one GPU.
 
     Args:
         rows: [n] its activities in the table, in order of start; n > 0.
         launch: [n] from `launch_of`.
-        category: [n] category id of each, as text.
+        sampling: [n] bool, which of them sample a token.
     """
     start = trace.table.start_ns[rows]
     end = start + trace.table.dur_ns[rows]
@@ -105,7 +105,7 @@ def find(trace: Trace, rows: np.ndarray, launch: np.ndarray, category: np.ndarra
             starts[name], ends[name], marked[name] = begins, last, marks
     if len(begins := _graph_steps(trace, start, launch)):
         starts["graph launches"] = begins
-    if len(begins := _sampling_steps(trace, rows, start, end, category)):
+    if len(begins := _sampling_steps(trace, rows, start, end, sampling)):
         starts["sampling"] = begins
     once = _once_per_step(trace.table.name[rows])
     values: dict[str, int | None] = {s: len(starts[s]) if s in starts else None for s in SIGNALS}
@@ -205,9 +205,9 @@ def _graph_steps(trace: Trace, start: np.ndarray, launch: np.ndarray) -> np.ndar
     return np.sort(begins[whole])
 
 
-def _sampling_steps(trace: Trace, rows: np.ndarray, start: np.ndarray, end: np.ndarray, category: np.ndarray) -> np.ndarray:
+def _sampling_steps(trace: Trace, rows: np.ndarray, start: np.ndarray, end: np.ndarray, sampling: np.ndarray) -> np.ndarray:
     """A step begins with what follows the sampler of the one before; the capture's start begins the first."""
-    picked = np.flatnonzero(category == "sampling")
+    picked = np.flatnonzero(sampling)
     if not len(picked):
         return np.zeros(0, np.int64)
     names = np.unique(trace.table.name[rows[picked]])
