@@ -82,6 +82,23 @@ def test_gaps_ask_for_graphs_only_where_there_are_none():
     assert "idle-gaps" in ids(advise(profile(RUNG_2, idle=50.0), "graphs"))
 
 
+def test_idle_time_of_a_capture_without_steps_is_doubted():
+    advice = advise(
+        profile(RUNG_2, idle=5000.0, graph_mode="eager", steps=1, signal="none: the whole capture is one step"), "x"
+    )
+    idle = get(advice, "cuda-graphs")
+    assert idle.confidence == "low"
+    assert "capture's edges" in idle.notes[0]
+    assert get(advise(profile(RUNG_2, idle=5000.0, graph_mode="eager"), "x"), "cuda-graphs").confidence == "high"
+
+
+def test_prefill_is_not_advised_like_decode():
+    advice = advise(profile(RUNG_2, phase="prefill"), "x")
+    assert "large-gemm" in ids(advice)
+    assert "small-m-gemm" not in ids(advice)
+    assert "the catalogue's speed-ups are written for decode; this is prefill" in advice.limits
+
+
 def test_small_launches_or_traffic():
     few = [("norm", "norm", 10.0, {"launches": 86}), ("moe", "moe", 10.0)]
     assert "glue-traffic" in ids(advise(profile(few), "few"))

@@ -18,6 +18,7 @@ from deepdecode.trace.render import count, ms, percent, quote
 
 SCHEMA = 1  # of Advice as JSON
 IDLE = "idle"
+DECODE = ("decode", "unknown")  # phases that the catalogue's speed-ups are written for
 SMALLEST = 0.002  # of the step; smaller candidates are not listed
 WAIT_WORDS = (
     "allreduce",
@@ -173,7 +174,7 @@ def advise(
     times = _times(dev)
     scale = min(1.0, wall / max(1, sum(times.values())))
     candidates = []
-    for entry in _applicable(book, dev):
+    for entry in _applicable(book, profile, dev):
         ns = round(scale * sum(times[name] for name in entry.takes if name in times))
         if ns >= SMALLEST * wall:
             candidates.append(_candidate(entry, book, profile, dev, ns, wall, speedups, floors_ns))
@@ -206,17 +207,19 @@ def _times(dev: DeviceProfile) -> dict[str, int]:
     return times
 
 
-def _applicable(book: Catalogue, dev: DeviceProfile) -> list[Entry]:
+def _applicable(book: Catalogue, profile: Profile, dev: DeviceProfile) -> list[Entry]:
     chosen: dict[tuple[str, ...], Entry] = {}
     for entry in book.entries:
-        if entry.takes not in chosen and _holds(entry, book, dev):
+        if entry.takes not in chosen and _holds(entry, book, profile.phase, dev):
             chosen[entry.takes] = entry
     return list(chosen.values())
 
 
-def _holds(entry: Entry, book: Catalogue, dev: DeviceProfile) -> bool:
+def _holds(entry: Entry, book: Catalogue, phase: str, dev: DeviceProfile) -> bool:
     if entry.when == "always":
         return True
+    if entry.when == "not_decode":
+        return phase not in DECODE
     if entry.when == "no_graph":
         return dev.graph_mode in ("eager", "piecewise")
     kernels = [kernel for kernel in dev.kernel_rows if kernel.category in entry.takes]
@@ -272,7 +275,7 @@ def _candidate(
         ceiling_at_k=wall / (wall - saved) if wall > saved else None,
         saved_ns=round(saved),
         score=saved * weight / wall,
-        confidence=entry.confidence,
+        confidence=confidence,
         effort=entry.effort,
         risk=entry.risk,
         why=entry.why,
@@ -291,6 +294,8 @@ def _notes(entry: Entry, profile: Profile, dev: DeviceProfile, kernels: Sequence
         ranks = [one.exclusive_ns.get("collective", 0) / max(1, one.steps.count) for one in profile.devices]
         spans = f"{ms(min(ranks))} to {ms(max(ranks))} ms a step"
         notes.append(f"over {len(ranks)} GPU timelines it takes {spans}: what exceeds the least is likely waiting")
+    if IDLE in entry.takes and dev.steps.signal.startswith(WHOLE):
+        notes.append("no steps were found, so a part of this may lie at the capture's edges, outside any step")
     if saved and saved < spread([step.wall_ns for step in dev.steps.items]):
         notes.append("the saving is below the spread of this run's steps: a measurement may not show it")
     return tuple(notes)
@@ -338,6 +343,8 @@ def _limits(profile: Profile, dev: DeviceProfile, scale: float, unused: Sequence
         out.append(f"{dev.steps.count} step{'s' * (dev.steps.count != 1)} cannot show how much steps vary")
     if dev.unknown_share > UNKNOWN_LIMIT:
         out.append(f"{percent(dev.unknown_share)} of GPU time is in no category and in no candidate: add rules with --rules")
+    if profile.phase not in DECODE:
+        out.append(f"the catalogue's speed-ups are written for decode; this is {profile.phase}")
     if profile.batch is None:
         out.append("the batch size is not known")
     if not dev.sms:
