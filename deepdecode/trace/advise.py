@@ -258,9 +258,10 @@ def _candidate(
     if entry.id in speedups:  # a number that the user chose outranks one that we computed
         k, source = speedups[entry.id], "chosen"
     saved = ns * (1 - 1 / k)
-    weight = (
-        book.weights["confidence"][entry.confidence] * book.weights["effort"][entry.effort] * book.weights["risk"][entry.risk]
-    )
+    # without steps, idle time may lie at the capture's edges
+    confidence = "low" if IDLE in entry.takes and dev.steps.signal.startswith(WHOLE) else entry.confidence
+    weight = book.weights["confidence"][confidence]
+    weight *= book.weights["effort"][entry.effort] * book.weights["risk"][entry.risk]
     kernels = sorted((kr for kr in dev.kernel_rows if kr.category in entry.takes), key=lambda kr: -kr.exclusive_ns)
     return Candidate(
         id=entry.id,
