@@ -10,6 +10,8 @@ sm_80 runs the same code, and no exponent is lost. Arithmetic is bfloat16 with f
 finite scale reads 480; `write_rows` never writes one, it gives a group with a NaN a NaN scale.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -339,6 +341,7 @@ def merge_kernel(
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    UNITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for each (token, head); BLOCK_S splits at a time, in their order, so the bits do not vary."""
@@ -359,14 +362,16 @@ def merge_kernel(
         part = first + tl.arange(0, BLOCK_S)
         row = (t * splits + part) * H + h
         lse = tl.load(part_lse_ptr + row, mask=part < splits, other=float("-inf"))
-        unit = tl.load(part_unit_ptr + row, mask=part < splits, other=0.0)
+        unit = tl.load(part_unit_ptr + row * UNITS, mask=part < splits, other=0.0)
+        right = tl.load(part_unit_ptr + row * UNITS + UNITS - 1, mask=part < splits, other=0.0)
         values = tl.load(part_ptr + row[:, None] * 512 + channel[None, :], mask=(part < splits)[:, None], other=0.0)
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weight = tl.exp2(lse - base)
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade + tl.sum(values.to(tl.float32) * (weight * unit)[:, None], 0)
+        factor = tl.where((channel < 256)[None, :], (weight * unit)[:, None], (weight * right)[:, None])
+        acc = acc * fade + tl.sum(values.to(tl.float32) * factor, 0)
         peak = new_peak
         if HAS_LSE:
             keys_new = tl.maximum(keys_peak, tl.max(lse, 0))
@@ -380,6 +385,29 @@ def merge_kernel(
     if HAS_LSE:
         lse = keys_peak + tl.log2(tl.where(keys_total == 0, 1.0, keys_total))
         tl.store(lse_ptr + t * H + h, tl.where(keys_total == 0, float("-inf"), lse / 1.4426950408889634))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What splits hand to the merge: outputs float16 [T, splits, H, 512], lse in powers of two and units float32.
+
+    A unit is the power of two that the float16 values are counted in: one for each row, or for each half of its channels.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    unit: torch.Tensor
+
+    @staticmethod
+    def of(workspace: torch.Tensor | None, q: torch.Tensor, splits: int) -> "Parts":
+        """Views of the caller's workspace, or of a new one; without splits, tensors that no kernel touches."""
+        if splits == 1:
+            return Parts(q, q, q)
+        need, spans = workspace_layout(*q.shape[:2], splits)
+        if workspace is None:
+            workspace = torch.empty(need, dtype=torch.uint8, device=q.device)
+        out, lse, unit = (workspace[begin:end] for begin, end in spans)
+        return Parts(out.view(torch.float16), lse.view(torch.float32), unit.view(torch.float32))
 
 
 def launch(
@@ -405,15 +433,56 @@ def launch(
     else:
         extra_keys = extra_indices.shape[1]
     splits = config.splits
-    part = part_lse = part_unit = out
+    parts = Parts.of(workspace, q, splits)
+    given = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
+    if config.kernel == "mma":
+        _launch_split(*given, extra_keys=extra_keys, sink=sink, scale=scale, out=out, lse=lse, parts=parts, config=config)
+    else:
+        from deepdecode.kernels import attention_sm90
+
+        attention_sm90.launch(
+            *given, extra_keys=extra_keys, sink=sink, scale=scale, out=out, lse=lse, parts=parts, config=config
+        )
     if splits > 1:
-        need, parts = workspace_layout(T, H, splits)
-        if workspace is None:
-            workspace = torch.empty(need, dtype=torch.uint8, device=q.device)
-        part, part_lse, part_unit = (workspace[begin:end] for begin, end in parts)
-        part = part.view(torch.float16)
-        part_lse, part_unit = part_lse.view(torch.float32), part_unit.view(torch.float32)
-    window_words, extra_words = _words(window), _words(extra)
+        merge_kernel[T, H](
+            sink,
+            out,
+            lse,
+            parts.out,
+            parts.lse,
+            parts.unit,
+            H,
+            splits,
+            HAS_SINK=sink is not None,
+            HAS_LSE=lse is not None,
+            BLOCK_S=min(16, triton.next_power_of_2(splits)),
+            UNITS=2 if config.kernel == "wide" else 1,
+            PDL=config.pdl,
+            num_warps=2 if splits <= 4 else 4,
+            **({"launch_pdl": True} if config.pdl else {}),
+        )
+
+
+def _launch_split(
+    q: torch.Tensor,
+    window: PagedRows,
+    window_indices: torch.Tensor,
+    window_lens: torch.Tensor,
+    extra: PagedRows,
+    extra_indices: torch.Tensor,
+    extra_lens: torch.Tensor,
+    *,
+    extra_keys: int,
+    sink: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    parts: "Parts",
+    config: Config,
+) -> None:
+    T, H, _ = q.shape
+    splits = config.splits
+    window_words, extra_words = words_view(window), words_view(extra)
     split_kernel[triton.cdiv(H, config.block_h), T, splits](
         q,
         window_words,
@@ -425,9 +494,9 @@ def launch(
         sink,
         out,
         lse,
-        part,
-        part_lse,
-        part_unit,
+        parts.out,
+        parts.lse,
+        parts.unit,
         scale * LOG2E,
         H,
         window_indices.shape[1],
@@ -454,34 +523,12 @@ def launch(
         # tl.range says how far to pipeline; this one is for loops that do not
         num_stages=1,
     )
-    if splits > 1:
-        launch_merge(out, lse, sink, part, part_lse, part_unit, splits, config.pdl)
 
 
-def _words(cache: PagedRows) -> torch.Tensor:
+def words_view(cache: PagedRows) -> torch.Tensor:
     """The pages as int32. In bytes, Triton would take the tile for 8-bit operands and keep one copy of it for each product."""
     pages = cache.data if cache.fmt == "bf16" else cache.data[:, : cache.page_size * 584]
     return pages.view(torch.int32)
-
-
-def launch_merge(out, lse, sink, part, part_lse, part_unit, splits: int, pdl: bool) -> None:
-    T, H, _ = out.shape
-    merge_kernel[T, H](
-        sink,
-        out,
-        lse,
-        part,
-        part_lse,
-        part_unit,
-        H,
-        splits,
-        HAS_SINK=sink is not None,
-        HAS_LSE=lse is not None,
-        BLOCK_S=min(16, triton.next_power_of_2(splits)),
-        PDL=pdl,
-        num_warps=2 if splits <= 4 else 4,
-        **({"launch_pdl": True} if pdl else {}),
-    )
 
 
 def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tuple[dict[str, str], dict[str, object]]:

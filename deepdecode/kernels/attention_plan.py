@@ -109,12 +109,12 @@ def work(case: Case) -> tuple[int, int]:
 
 
 def workspace_layout(T: int, H: int, splits: int) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes, and where the partial outputs (float16), their lse and their units (float32) stand. 0 bytes without splits."""
+    """Bytes, and where the partial outputs (float16), their lse and their two units (float32) stand. 0 without splits."""
     if splits <= 1:
         return 0, [(0, 0)] * 3
     rows = T * H * splits
     parts, at = [], 0
-    for size in (rows * 512 * 2, rows * 4, rows * 4):
+    for size in (rows * 512 * 2, rows * 4, rows * 8):
         parts.append((at, at + size))
         at += math.ceil(size / _PART_ALIGN) * _PART_ALIGN
     return at, parts

@@ -49,7 +49,8 @@ def compile_kernel(function: Any, types: dict[str, str], constants: dict[str, An
                 attributes[position,] = [["tt.divisibility", int(divides)]]
         else:
             signature[name] = "constexpr"
-            constexprs.setdefault(name, None)
+            # Gluon kernels may take num_warps as an argument too
+            constexprs.setdefault(name, options.get(name))
     kernel = triton.compile(source(function, signature, constexprs, attributes), GPUTarget("cuda", arch, 32), options)
     usage = _cuobjdump(kernel.asm["cubin"], "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
