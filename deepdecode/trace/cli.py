@@ -123,25 +123,14 @@ def main(argv: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows what it cannot print as escapes
-    command, args = argv[0], parser(argv[0]).parse_args(argv[1:])
+    command = argv[0]
+    try:
+        args = parser(command).parse_args(argv[1:])
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
     if args.top < 1:
         raise Usage(f"{command}: --top must be >= 1, got {args.top}")
     return {"profile": run_profile, "compare": run_compare, "advise": run_advise}[command](args, argv)
-
-
-def register(app) -> None:
-    """Add the three commands to a typer app; they read their own arguments."""
-    import typer
-
-    def add(name: str) -> None:
-        def command(ctx: typer.Context) -> None:
-            raise typer.Exit(main([name, *ctx.args]))
-
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command(name, help=COMMANDS[name], add_help_option=False, context_settings=settings)(command)
-
-    for name in COMMANDS:
-        add(name)
 
 
 # ---- the commands
