@@ -1,5 +1,6 @@
 """The commands profile, compare and advise as a user runs them: output, files, exit status, errors."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -148,6 +149,14 @@ def test_same_file(run, before):
     code, out, _ = run("compare", before, before)
     assert code == 1
     assert "same-file (refuse): `before (1)` and `before (2)` are the same file" in out
+
+
+def test_same_recording_packed_again(run, before, tmp_path):
+    again = tmp_path / "again.json"
+    again.write_bytes(gzip.decompress(before.read_bytes()))
+    code, out, _ = run("compare", before, again)
+    assert code == 1
+    assert "`before` and `again` are one recording in two files" in out
 
 
 def test_refused_prints_the_table(run, before, tmp_path):

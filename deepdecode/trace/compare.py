@@ -295,6 +295,12 @@ def _mismatches(profiles: Sequence[Profile], runs: Sequence[Run], before: int, a
 
     if a.sha256 == b.sha256:
         flag("same-file", "refuse", f"{quote(a.label)} and {quote(b.label)} are the same file: there is nothing to compare")
+    elif _same_recording(profiles[before], profiles[after]):
+        flag(
+            "same-file",
+            "refuse",
+            f"{quote(a.label)} and {quote(b.label)} are one recording in two files: there is nothing to compare",
+        )
     idle = [run for run in (a, b) if not run.step_ns]
     for run in idle:
         flag("no-gpu-work", "refuse", f"{quote(run.label)} holds no GPU work")
@@ -334,6 +340,14 @@ def _mismatches(profiles: Sequence[Profile], runs: Sequence[Run], before: int, a
             text = f"{percent(run.unknown_share)} of {quote(run.label)} is in no category: add rules with --rules"
             flag("unknown-share", "warn", text)
     return out
+
+
+def _same_recording(a: Profile, b: Profile) -> bool:
+    """Packed again or copied with other metadata: one format, and every step and kernel equal to the nanosecond."""
+    if a.main is None or b.main is None or {s.format for s in a.sources} != {s.format for s in b.sources}:
+        return False
+    x, y = a.devices[a.main], b.devices[b.main]
+    return x.span_ns == y.span_ns and x.steps.items == y.steps.items and x.kernel_rows == y.kernel_rows
 
 
 def _or_unknown(value: int | None) -> str:
