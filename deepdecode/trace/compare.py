@@ -245,17 +245,16 @@ def _kernel_rows(devices: Sequence[DeviceProfile | None]) -> tuple[Row, ...]:
         if dev is None:
             continue
         noise = {cat.category: spread(cat.step_ns) / max(1, cat.p50_step_ns) for cat in dev.categories}
-        steps = max(1, dev.steps.count)
         for kernel in dev.kernel_rows:
             if not kernel.window_count:
                 continue
             row = cells.setdefault((kernel.category, normal(kernel.name)), [None] * len(devices))
-            row[i] = _add(row[i], kernel, noise.get(kernel.category, 0.0), max(1, dev.busy_ns), steps)
+            row[i] = _add(row[i], kernel, noise.get(kernel.category, 0.0), max(1, dev.busy_ns))
     rows = (Row(name, category, tuple(row)) for (category, name), row in cells.items())
     return tuple(sorted(rows, key=lambda row: (-_largest(row), row.key)))
 
 
-def _add(cell: Cell | None, kernel: Kernel, noise: float, busy: int, steps: int) -> Cell:
+def _add(cell: Cell | None, kernel: Kernel, noise: float, busy: int) -> Cell:
     """Several raw names can share a normalised one. A kernel has no spread of its own: its category's stands in."""
     was = cell or Cell(0, 0, 0.0, 0.0)
     ns = was.step_ns + round(kernel.exclusive_per_step_ns)
@@ -269,7 +268,13 @@ def _largest(row: Row) -> int:
 def normal(name: str) -> str:
     """A kernel's name without what a rebuild changes: the return type, `.kd`, serial numbers and hashes at the end."""
     name = name.removeprefix("void ").removesuffix(".kd").strip()
-    return re.sub(r"(?:_(?:\d+|[0-9a-f]{8,64}))+$", "", name) or name
+    parts = name.split("_")
+    while len(parts) > 1 and _SERIAL.fullmatch(parts[-1]):
+        parts.pop()
+    return "_".join(parts) or name
+
+
+_SERIAL = re.compile(r"[0-9]+|[0-9a-f]{8,64}")
 
 
 # ---- flags
