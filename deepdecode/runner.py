@@ -110,9 +110,11 @@ class Runner:
         """One token of each of B sequences, at its position. Returns logits [B, vocab]."""
         for slot, position in zip(slots, positions, strict=True):
             self.cache.reserve(slot, position + 1)
-        on = {"dtype": torch.int32, "device": self.device}
         step = self.cache.step(
-            torch.tensor(tokens, device=self.device), torch.tensor(positions, **on), torch.tensor(slots, **on), prefill=False
+            torch.tensor(tokens, device=self.device),
+            torch.tensor(positions, dtype=torch.int32, device=self.device),
+            torch.tensor(slots, dtype=torch.int32, device=self.device),
+            prefill=False,
         )
         return forward(self.weights, self.cache.layers, step, self.ops, ranks=self.ranks)
 
@@ -165,13 +167,13 @@ class Runner:
 
     def _take(self, batch: list[Row], logits: torch.Tensor, sampling: Sampling) -> Iterator[Token]:
         """Sample one token for each sequence of the batch, note it and why the row ends, if it does."""
-        B, on = len(batch), {"device": logits.device}
+        B, device = len(batch), logits.device
         tokens = self.ops.sample(
             logits,
-            torch.full((B,), sampling.temperature, **on),
-            torch.full((B,), sampling.top_p, **on),
-            torch.tensor([sampling.seed + s.row for s in batch], **on),
-            torch.tensor([len(s.ids) for s in batch], **on),
+            torch.full((B,), sampling.temperature, device=device),
+            torch.full((B,), sampling.top_p, device=device),
+            torch.tensor([sampling.seed + s.row for s in batch], device=device),
+            torch.tensor([len(s.ids) for s in batch], device=device),
         ).tolist()
         for seq, token in zip(batch, tokens, strict=True):
             seq.ids.append(token)

@@ -58,6 +58,7 @@ def mhc_boundary(
     y, post and comb are None before the first sublayer. Returns streams [T, 4, C], x [T, C], post [T, 4], comb [T, 4, 4].
     """
     if y is not None:
+        assert post is not None and comb is not None
         streams = mhc_post(y, streams, post, comb)
     x, post, comb = mhc_pre(
         streams, site.fn, site.base, site.scale, norm_eps=config.norm_eps, hc_eps=config.hc_eps, iters=config.hc_iters
@@ -106,10 +107,14 @@ def attn_prepare(
     write_rows(cache.window, step.window_write, kv)
     if weights.compressor is None:
         return AttnReady(q, None, None, window)
+    assert inputs.comp_kv is not None and inputs.comp_gate is not None
+    assert cache.compressed is not None and cache.state is not None
     entries = _entries(inputs.comp_kv, inputs.comp_gate, weights.compressor, cache.state, step, freqs, config, q.dtype)
     write_rows(cache.compressed, step.entry_write[ratio], entries)
-    if index_q is None:
+    if weights.index_compressor is None:
         return AttnReady(q, None, None, window)
+    assert index_q is not None and inputs.index_kv is not None and inputs.index_gate is not None
+    assert inputs.index_weights is not None and cache.index_keys is not None and cache.index_state is not None
     keys = _entries(
         inputs.index_kv, inputs.index_gate, weights.index_compressor, cache.index_state, step, freqs, config, q.dtype
     )
@@ -177,6 +182,7 @@ def head(
 ) -> Tensor:
     """Write the last sublayer's y into the streams, read them once more, norm, and score this rank's vocabulary."""
     if y is not None:
+        assert post is not None and comb is not None
         streams = mhc_post(y, streams, post, comb)
     hc = weights.hc
     x = mhc_head(streams, hc.fn, hc.base, hc.scale, norm_eps=config.norm_eps, hc_eps=config.hc_eps)

@@ -8,6 +8,7 @@ Activations have the dtype of the embedding weight: bfloat16 in the product, flo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -184,7 +185,8 @@ class Ops:
     q_proj: Callable[..., tuple[Tensor, Tensor | None]]
     attn_prepare: Callable[..., AttnReady]
     index_topk: Callable[..., tuple[Tensor, Tensor]]
-    sparse_attn: Callable[..., Tensor]
+    # a tensor, or a pair of tensors where the caller asks for lse
+    sparse_attn: Callable[..., Any]
     attn_out: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     moe: Callable[..., Tensor]
