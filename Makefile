@@ -26,7 +26,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_layers.py
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
