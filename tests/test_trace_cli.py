@@ -121,6 +121,21 @@ def test_inputs_are_not_changed(run, before, after, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(path.name for path in files), "r.html"])
 
 
+def test_an_input_is_never_written(run, before, after, tmp_path):
+    kept = before.read_bytes()
+    os.link(before, tmp_path / "linked.html")
+    for argv in (
+        ("profile", before, "--html", before),
+        ("profile", before, "--html", "linked.html"),
+        ("compare", before, after, "--findings", before),
+        ("profile", tmp_path, "--html", before),
+    ):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "")
+        assert "must name a file that is not an input" in err
+    assert before.read_bytes() == kept
+
+
 # ---- compare
 
 

@@ -154,18 +154,8 @@ def advise(
             "record replays of the graph; with Nsight Systems use --cuda-graph-trace=node",
         )
     speedups, floors_ns = dict(speedups or {}), dict(floors_ns or {})
+    check_numbers(speedups, floors_ns)
     book = catalogue()
-    known = [entry.id for entry in book.entries]
-    for name, value in speedups.items():
-        if name not in known:
-            raise ValueError(f"advise: speed-up must name one of {', '.join(known)}, got {name}")
-        if not 1 < value < float("inf"):
-            raise ValueError(f"advise: speed-up of {name} must be > 1, got {value:g}")
-    for name, value in floors_ns.items():
-        if name not in known:
-            raise ValueError(f"advise: floor must name one of {', '.join(known)}, got {name}")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"advise: floor of {name} must be > 0 ms, got {value / 1e6:g}")
     dev = profile.devices[profile.main]
     wall = dev.steps.p50_ns
     if wall <= 0:
@@ -197,6 +187,21 @@ def advise(
         would_change=_would_change(candidates, book),
         limits=_limits(profile, dev, scale, unused),
     )
+
+
+def check_numbers(speedups: Mapping[str, float], floors_ns: Mapping[str, float]) -> None:
+    """ValueError unless every name is a candidate, every speed-up above 1 and every floor above 0."""
+    known = [entry.id for entry in catalogue().entries]
+    for what, numbers in (("speed-up", speedups), ("floor", floors_ns)):
+        for name in numbers:
+            if name not in known:
+                raise ValueError(f"advise: {what} must name one of {', '.join(known)}, got {name}")
+    for name, value in speedups.items():
+        if not 1 < value < float("inf"):
+            raise ValueError(f"advise: speed-up of {name} must be > 1, got {value:g}")
+    for name, value in floors_ns.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"advise: floor of {name} must be > 0 ms, got {value / 1e6:g}")
 
 
 def _times(dev: DeviceProfile) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import shlex
 import sys
 import time
@@ -108,6 +109,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         )
     p.add_argument("--rules", metavar="FILE", help="rules of your own, tried before the built-in ones")
     p.add_argument("--top", type=int, default=15, metavar="N", help="kernels to list (default %(default)s)")
+    p.set_defaults(command=command)
     form = p.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON document, with a schema number")
     form.add_argument("--markdown", action="store_true", help="markdown instead of a terminal table")
@@ -130,6 +132,7 @@ def main(argv: list[str]) -> int:
         return int(stop.code or 0)
     if args.top < 1:
         raise Usage(f"{command}: --top must be >= 1, got {args.top}")
+    protect(args)
     return {"profile": run_profile, "compare": run_compare, "advise": run_advise}[command](args, argv)
 
 
@@ -185,7 +188,7 @@ def explain(name: str, profile: Profile | None, args: argparse.Namespace) -> int
 
 
 def run_compare(args: argparse.Namespace, argv: list[str]) -> int:
-    from deepdecode.trace.compare import compare
+    from deepdecode.trace.compare import check_allow, compare
     from deepdecode.trace.report import comparison_doc
     from deepdecode.trace.servebench import is_serving
 
@@ -196,6 +199,7 @@ def run_compare(args: argparse.Namespace, argv: list[str]) -> int:
         return run_serving(args, argv)
     if any(serving):
         raise Usage("compare: files must all be traces or all be serving results, got both", "compare them apart")
+    check_allow(args.allow)
     profiles, labels = read(args.traces, args)
     comparison = compare(profiles, labels, args.allow)
     doc = comparison_doc(comparison, args.top)
@@ -239,8 +243,8 @@ def _without_model(point):
 
 
 def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
-    from deepdecode.trace.advise import advise
-    from deepdecode.trace.compare import compare
+    from deepdecode.trace.advise import advise, check_numbers
+    from deepdecode.trace.compare import check_allow, compare
     from deepdecode.trace.render import Doc
     from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc
 
@@ -250,6 +254,8 @@ def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
         raise Usage("advise: --decide must be recorded, got --no-findings as well")
     speedups = pairs("speedup", args.speedup)
     floors = {name: 1e6 * value for name, value in pairs("floor", args.floor).items()}
+    check_numbers(speedups, floors)
+    check_allow(args.allow)
     profiles, labels = read(args.traces, args)
     comparison = compare(profiles, labels, args.allow) if len(profiles) > 1 else None
     advice = advise(profiles[-1], labels[-1], speedups=speedups, floors_ns=floors)
@@ -263,6 +269,17 @@ def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 # ---- what they share
+
+
+def protect(args: argparse.Namespace) -> None:
+    """What is read must not be written, whatever was typed."""
+    paths = [path for path in (getattr(args, "trace", None), args.rules, *getattr(args, "traces", ())) if path]
+    inputs = [Path(path) for path in paths if os.path.exists(path)]
+    inputs += [file for folder in inputs if folder.is_dir() for file in folder.iterdir()]
+    for option in ("html", "findings"):
+        target = getattr(args, option, None)
+        if target and os.path.exists(target) and any(os.path.samefile(target, path) for path in inputs if path.exists()):
+            raise Usage(f"{args.command}: --{option} must name a file that is not an input, got {target}")
 
 
 def pairs(option: str, words: Sequence[str]) -> dict[str, float]:
@@ -283,7 +300,7 @@ def name_them(paths: Sequence[str], args: argparse.Namespace) -> list[str]:
     """One label a path: the user's, or the file's name without its suffixes, made unique."""
     given = getattr(args, "label", [])
     if given and len(given) != len(paths):
-        raise Usage(f"compare: --label must be given {len(paths)} times, once for each file, got {len(given)}")
+        raise Usage(f"{args.command}: --label must be given {len(paths)} times, once for each file, got {len(given)}")
     if given:
         labels = [label.strip() or f"trace-{i + 1}" for i, label in enumerate(given)]
     elif args.redact:

@@ -149,9 +149,7 @@ def compare(profiles: Sequence[Profile], labels: Sequence[str], allow: Sequence[
         raise ValueError(f"compare: profiles must be two or more, got {len(profiles)}")
     if len(labels) != len(profiles) or len(set(labels)) != len(labels):
         raise ValueError(f"compare: labels must be {len(profiles)} different names, got {', '.join(labels) or 'none'}")
-    for code in allow:
-        if code not in REFUSALS:
-            raise ValueError(f"compare: allow must be one of {', '.join(REFUSALS)}, got {code}")
+    check_allow(allow)
     runs = tuple(_run(profile, label) for profile, label in zip(profiles, labels, strict=True))
     devices = [None if p.main is None else p.devices[p.main] for p in profiles]
     categories = _category_rows(devices)
@@ -166,6 +164,13 @@ def compare(profiles: Sequence[Profile], labels: Sequence[str], allow: Sequence[
         verdicts.append(_verdict(runs, pair, after - 1, after))
         flags += pair
     return Comparison(SCHEMA, runs, categories, kernels, tuple(flags), tuple(verdicts), tuple(allow))
+
+
+def check_allow(allow: Sequence[str]) -> None:
+    """ValueError unless every code is one of REFUSALS."""
+    for code in allow:
+        if code not in REFUSALS:
+            raise ValueError(f"compare: allow must be one of {', '.join(REFUSALS)}, got {code}")
 
 
 def _accept(flag: Flag) -> Flag:
