@@ -133,6 +133,10 @@ def test_extreme_temperatures():
     logits = torch.tensor([[10.0, 11, 9, 11]]).expand(400, -1)
     cold = draw(logits, temperature=1e-38, positions=torch.arange(400))
     assert set(cold.tolist()) == {1, 3}
+    n, positions = 400, torch.arange(400)
+    # 11 / 1e-310 overflows even in float64
+    coldest = torch.full((n,), 1e-310, dtype=torch.float64)
+    assert torch.equal(sample(logits, coldest, torch.ones(n), torch.zeros(n, dtype=torch.int64), positions), cold)
     hot = draw(logits, temperature=1e30, positions=torch.arange(400)).bincount(minlength=4)
     assert hot.min() > 60
 
