@@ -54,7 +54,8 @@ def account(start: np.ndarray, end: np.ndarray, border: np.ndarray) -> Account:
         row, step, s, e = row[order], step[order], s[order], e[order]
         del order
 
-    points = np.unique(np.concatenate([s, e, border.reshape(-1)]))
+    points = np.sort(np.concatenate([s, e, border.reshape(-1)]))
+    points = points[np.append(True, np.diff(points) > 0)]
     lo, hi = np.searchsorted(points, s).astype(np.int32), np.searchsorted(points, e).astype(np.int32)
     length = np.diff(points)  # [segments]
     running = np.bincount(lo, minlength=len(points)) - np.bincount(hi, minlength=len(points))
