@@ -28,34 +28,35 @@ def time_graph(
     """Capture the calls, one after the other and over again, in a CUDA graph, and time its replays.
 
     One call: its inputs stay in L2, which is the warm time. Many calls over distinct inputs: the rotated time.
-    A call slower than `limit_s` allows is repeated less often, three times at least.
+    A sample is several replays in a row, so that the launch of a graph does not count; slow calls are repeated less often,
+    so that all samples take `limit_s` together, three samples at least.
     """
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    calls[0]()
-    torch.cuda.synchronize()
-    once = time.perf_counter() - begin
+    once = _seconds(calls[0])
     count = max(len(calls), min(calls_per_graph, max(1, int(limit_s / repeats / once))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for n in range(count):
             calls[n % len(calls)]()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
-    # replays in one measurement: about a millisecond, so that the events' own time does not show
-    replays = max(1, min(20, int(1e-3 / (once * count))))
+    replay = _seconds(graph.replay)
+    replays = max(1, min(10, int(limit_s / repeats / replay)))
     samples = []
-    for _ in range(repeats):
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / (count * replays))
+    for _ in range(max(3, min(repeats, int(limit_s / replay)))):
+        samples.append(_seconds(lambda: [graph.replay() for _ in range(replays)]) * 1e6 / (count * replays))
     samples.sort()
     return Timing(samples[len(samples) // 2], samples[0], samples[-1])
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def copy_bandwidth() -> float:

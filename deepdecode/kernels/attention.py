@@ -195,7 +195,6 @@ def split_kernel(
     ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -232,7 +231,7 @@ def split_kernel(
     a1 = tl.zeros([128, BLOCK_H], tl.float32)
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    for n in range(begin, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         is_extra = key >= window_len
         index_ptr = tl.where(
@@ -458,7 +457,7 @@ def launch(
             BLOCK_S=min(16, triton.next_power_of_2(splits)),
             UNITS=2 if config.kernel == "wide" else 1,
             PDL=config.pdl,
-            num_warps=2 if splits <= 4 else 4,
+            num_warps=config.merge_warps,
             **({"launch_pdl": True} if config.pdl else {}),
         )
 
@@ -516,11 +515,10 @@ def _launch_split(
         ALIGN=config.align,
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
-        STAGES=config.num_stages,
         PDL=config.pdl and splits > 1,
         INTERPRET=not q.is_cuda,
         num_warps=config.num_warps,
-        # tl.range says how far to pipeline; this one is for loops that do not
+        # H200: copies of the next tile through cp.async take the shared memory of a second program, and lose
         num_stages=1,
     )
 
@@ -542,5 +540,5 @@ def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tup
         ("window_stride", "extra_stride"), "i32:16" if config.align == 16 else "i32"
     )
     constants = {"FP8": fmt == "fp8_584", "HAS_SINK": True, "HAS_LSE": lse, "SPLIT": config.splits > 1, "ALIGN": config.align}
-    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "INTERPRET": False}
+    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "INTERPRET": False}
     return types, constants | {"PDL": config.pdl and config.splits > 1}

@@ -1,9 +1,16 @@
-"""Which launch sparse attention takes: pure functions of the case and the card, importable without Triton or a GPU."""
+"""Which launch sparse attention takes: pure functions of the case and the card, importable without Triton or a GPU.
 
+A launch is a shape (which kernel, how many heads and keys a program takes) and a number of splits. `predict` gives its time
+from a linear model whose coefficients were fitted to a sweep on one card (`deepdecode/data/attention_*.json` holds them with
+their evidence), and `plan` takes the launch with the smallest prediction.
+"""
+
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from deepdecode.cards import CARDS, Card
 
@@ -13,8 +20,11 @@ if TYPE_CHECKING:
     from deepdecode.ops.rows import PagedRows
 
 ROW_BYTES = {"fp8_584": 584, "bf16": 1024}
-# keys of a tile
-BLOCK_N = 64
+TUNED = "attention_h200.json"
+TUNED_CARD = "H200"
+# bfloat16 products a second that a tensor core of one SM sustains, TFLOP/s: 790 measured on the H200's 132
+_TFLOPS_PER_SM = {90: 6.0, 100: 12.0}
+_TFLOPS_OTHER = 1.6
 # each part of the workspace starts on this, so that 16-byte stores stay aligned
 _PART_ALIGN = 128
 
@@ -24,6 +34,7 @@ class Case:
     """Everything that a launch depends on. Keys are the widths of the index tensors; extra_fmt is None without an extra set.
 
     align: the largest of 16, 4, 2 and 1 that divides both caches' addresses and page strides, in bytes.
+    gluon: whether this Triton has the Gluon that the Hopper kernels are written in.
     """
 
     T: int
@@ -32,10 +43,13 @@ class Case:
     extra_keys: int = 0
     window_fmt: str = "fp8_584"
     extra_fmt: str | None = "fp8_584"
+    window_page: int = 64
+    extra_page: int = 64
     D: int = 512
     dtype: str = "bfloat16"
     align: int = 16
     deterministic: bool = False
+    gluon: bool = True
 
     @property
     def keys(self) -> int:
@@ -52,9 +66,33 @@ class Config:
     splits: int
     split_keys: int
     num_warps: int
-    num_stages: int
     align: int
     pdl: bool
+    merge_warps: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A compiled form of a kernel: bytes of shared memory, programs that registers let stand on one SM, and its cost in us.
+
+    cost: a call; each thousand (split, token, head) merged; each split; each wave; each tile of a wave, alone on its SM;
+    what such a tile takes more beside a second program; each tile that an SM computes, over all waves.
+    """
+
+    kernel: str
+    block_h: int
+    block_n: int
+    num_warps: int
+    fmt: str
+    shared: int
+    per_sm: int
+    cost: tuple[float, ...]
+
+
+@cache
+def shapes() -> tuple[Shape, ...]:
+    table = json.loads((files("deepdecode") / "data" / TUNED).read_text())
+    return tuple(Shape(**(shape | {"cost": tuple(shape["cost"])})) for shape in table["shapes"])
 
 
 def supports(case: Case, card: Card) -> str | None:
@@ -74,27 +112,39 @@ def supports(case: Case, card: Card) -> str | None:
     return None
 
 
+@cache
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
-    tiles = max(1, math.ceil(case.keys / BLOCK_N))
-    # H200 (mma.sync), 128+512 keys: 8 heads a program win while one wave holds them; 16 pass over the rows half as often
-    few = case.H <= 8 or case.T * math.ceil(case.H / 8) * tiles <= card.sms
-    # tiles of 64 bfloat16 rows spill at 16 heads
-    block_n = BLOCK_N if case.window_fmt == "fp8_584" or few else BLOCK_N // 2
-    config = Config("mma", 8 if few else 16, block_n, 1, 0, 4, 1, min(case.align, 16), card.arch >= 90)
+    fitting = [shape for shape in shapes() if _fits(shape, case, card)]
     if case.deterministic:
-        # the cut must not depend on T, so it cannot fill the card at every T; the block of heads must not either
-        block_h = 8 if case.H <= 8 else 16
-        return replace(config, block_h=block_h, splits=math.ceil(tiles / 2), split_keys=2 * BLOCK_N)
-    rows = case.T * math.ceil(case.H / config.block_h)
-    # two programs fit on an SM: as many splits as that holds, of whole tiles
-    splits = min(tiles, max(1, 2 * card.sms // rows))
-    return replace(config, splits=math.ceil(tiles / math.ceil(tiles / splits)))
+        return _deterministic(case, card, fitting)
+    best = min(
+        (predict(shape, splits, case, card), n, splits)
+        for n, shape in enumerate(fitting)
+        for splits in _split_counts(case, shape)
+    )
+    return _config(fitting[best[1]], best[2], 0, case, card)
 
 
 def plan_unsplit(case: Case, card: Card) -> Config:
-    """Rung 1: the same kernel, one program for all keys of a block of heads."""
-    return replace(plan(case, card), splits=1, split_keys=0)
+    """Rung 1: tensor cores and rows read once for a block of heads, one program for all keys, on mma.sync."""
+    fitting = [shape for shape in shapes() if _fits(shape, replace(case, gluon=False), card)]
+    return _config(max(fitting, key=lambda shape: shape.block_h), 1, 0, case, card)
+
+
+def predict(shape: Shape, splits: int, case: Case, card: Card) -> float:
+    """Microseconds of a warm call: measured on the H200, for other cards its coefficients with their SMs and shared memory."""
+    call, merged, split, wave, tile, beside, shared_tile = shape.cost
+    programs = case.T * math.ceil(case.H / shape.block_h) * splits
+    tiles = math.ceil(math.ceil(case.keys / splits) / shape.block_n)
+    per_sm = min(shape.per_sm, max(1, (card.shared << 10) // shape.shared))
+    waves = math.ceil(programs / (card.sms * per_sm))
+    us = call + waves * (wave + tiles * tile) + programs * tiles / card.sms * shared_tile
+    if min(math.ceil(programs / card.sms), per_sm) > 1:
+        us += waves * tiles * beside
+    if splits > 1:
+        us += splits * case.T * case.H / 1e3 * merged + splits * split
+    return us
 
 
 def programs(case: Case, config: Config) -> tuple[int, int, int]:
@@ -106,6 +156,40 @@ def work(case: Case) -> tuple[int, int]:
     """Bytes that must move (each row, q, out and the indices once) and floating-point operations."""
     row = ROW_BYTES[case.window_fmt]
     return case.T * (case.keys * (row + 4) + 2 * case.H * 512 * 2 + 8), 4 * case.T * case.H * case.keys * 512
+
+
+def floor_us(case: Case, card: Card) -> float:
+    """No launch is faster: the bytes over the memory's bandwidth, or the operations over the tensor cores' rate."""
+    nbytes, flops = work(case)
+    rate = _TFLOPS_PER_SM.get(card.arch, _TFLOPS_OTHER) * card.sms
+    return max(nbytes / card.bandwidth, flops / rate) / 1e6
+
+
+def explain(case: Case, card: Card) -> dict[str, Any]:
+    """What `deepdecode plan` prints: the launch, what it takes and what it may reach. `reason` if no kernel covers the case."""
+    reason = supports(case, card)
+    if reason:
+        return {"card": card.name, "supported": False, "reason": reason}
+    config = plan(case, card)
+    shape = next(s for s in shapes() if (s.kernel, s.block_h, s.block_n, s.fmt) == _key(config, case.window_fmt))
+    grid = programs(case, config)
+    per_sm = min(shape.per_sm, max(1, (card.shared << 10) // shape.shared))
+    nbytes, flops = work(case)
+    return {
+        "card": card.name,
+        "supported": True,
+        "config": asdict(config),
+        "grid": grid,
+        "waves": round(math.prod(grid) / (card.sms * per_sm), 2),
+        "keys_per_split": config.split_keys or math.ceil(case.keys / config.splits),
+        "shared_bytes": shape.shared,
+        "workspace_bytes": workspace_layout(case.T, case.H, config.splits)[0],
+        "bytes": nbytes,
+        "flops": flops,
+        "floor_us": round(floor_us(case, card), 2),
+        "predicted_us": round(predict(shape, config.splits, case, card), 2),
+        "prediction": "measured card" if TUNED_CARD in card.name else f"the {TUNED_CARD}'s model; never measured on this card",
+    }
 
 
 def workspace_layout(T: int, H: int, splits: int) -> tuple[int, list[tuple[int, int]]]:
@@ -127,12 +211,13 @@ def case_of(
     extra: "PagedRows | None",
     extra_indices: "torch.Tensor | None",
     deterministic: bool,
+    gluon: bool = True,
 ) -> Case:
     T, H, D = q.shape
     align = 16
-    for cache_ in (window, extra):
-        if cache_ is not None:
-            align = math.gcd(align, cache_.data.data_ptr(), cache_.data.stride(0) * cache_.data.element_size())
+    for rows in (window, extra):
+        if rows is not None:
+            align = math.gcd(align, rows.data.data_ptr(), rows.data.stride(0) * rows.data.element_size())
     return Case(
         T=T,
         H=H,
@@ -140,25 +225,81 @@ def case_of(
         extra_keys=0 if extra_indices is None else extra_indices.shape[1],
         window_fmt=window.fmt,
         extra_fmt=None if extra is None else extra.fmt,
+        window_page=window.page_size,
+        extra_page=window.page_size if extra is None else extra.page_size,
         D=D,
         dtype=str(q.dtype).removeprefix("torch."),
-        align=align if align in (16, 4, 2) else (4 if align == 8 else 1),
+        align=4 if align == 8 else align,
         deterministic=deterministic,
+        gluon=gluon,
     )
 
 
 @cache
 def card_of(device: "torch.device") -> Card:
-    """The card of this GPU, with what the device reports; bandwidth by the table, or a guess for a card that it lacks."""
+    """The card of this GPU with what the device itself reports; what it does not report is the nearest card's of the table."""
     import torch
 
     have = torch.cuda.get_device_properties(device)
     arch = 10 * have.major + have.minor
-    plain = have.name.lower()
-    known = [card for card in CARDS if card.name.lower().split()[0] in plain.split() and card.arch == arch]
-    near = known or [card for card in CARDS if card.arch == arch] or [CARDS[0]]
-    shared = getattr(have, "shared_memory_per_block_optin", near[0].shared << 10) >> 10
-    l2 = getattr(have, "L2_cache_size", near[0].l2 << 20) >> 20
+    words = have.name.lower().split()
+    named = [card for card in CARDS if all(word in words for word in card.name.lower().replace("-", " ").split()[:1])]
+    near = next((card for card in (*named, *CARDS) if card.arch == arch), CARDS[0])
+    shared = getattr(have, "shared_memory_per_block_optin", near.shared << 10) >> 10
+    l2 = getattr(have, "L2_cache_size", near.l2 << 20) >> 20
     return replace(
-        near[0], name=have.name, arch=arch, sms=have.multi_processor_count, l2=l2, shared=shared, memory=have.total_memory >> 30
+        near, name=have.name, arch=arch, sms=have.multi_processor_count, l2=l2, shared=shared, memory=have.total_memory >> 30
     )
+
+
+def _fits(shape: Shape, case: Case, card: Card) -> bool:
+    if shape.fmt != case.window_fmt or shape.shared > card.shared << 10:
+        return False
+    pages = (case.window_page, case.extra_page)
+    hopper = card.arch == 90 and case.gluon and case.align == 16 and all(page & (page - 1) == 0 for page in pages)
+    if hopper and case.window_fmt == "fp8_584":
+        # tiles of heads more than half empty never win, except the wide kernel's from 16 heads on
+        return shape.kernel != "mma" and (shape.block_h < 2 * max(8, case.H) or (shape.kernel == "wide" and case.H >= 16))
+    if shape.kernel != "mma" or shape.block_h >= 2 * max(8, case.H):
+        return False
+    # a second program on an SM hides the first one's latency: smaller tiles where two programs with large ones do not fit
+    alike = [other for other in shapes() if (other.kernel, other.block_h, other.fmt) == ("mma", shape.block_h, shape.fmt)]
+    roomy = [other for other in alike if 2 * (other.shared + 1024) <= (card.shared + 1) << 10]
+    return shape == max(roomy or alike[:1], key=lambda other: other.block_n)
+
+
+def _split_counts(case: Case, shape: Shape) -> list[int]:
+    """Each number of splits that cuts the widths into other numbers of tiles."""
+    tiles = max(1, math.ceil(case.keys / shape.block_n))
+    return sorted({math.ceil(tiles / each) for each in range(1, tiles + 1)})
+
+
+def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
+    """The shape and the cut must not depend on T; so the splits are what a small batch wants, at most about 16."""
+    one = replace(case, T=1, deterministic=False)
+    wanted = {"narrow": case.H <= 16, "wide": case.H > 16, "mma": True}
+    able = [s for s in fitting if wanted[s.kernel] and s.block_h < 2 * max(8, case.H)] or fitting
+    shape = min(able, key=lambda s: (s.kernel == "mma", predict(s, 1, one, card)))
+    tiles = max(1, math.ceil(case.keys / shape.block_n))
+    each = max(2, math.ceil(tiles / 16))
+    return _config(shape, math.ceil(tiles / each), each * shape.block_n, case, card)
+
+
+def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) -> Config:
+    # H200, 128+512 keys: with few merges 4 warps take 1 us less, with many 2 warps take up to 3 us less
+    few = case.T * case.H <= 128 and not case.deterministic
+    return Config(
+        kernel=shape.kernel,
+        block_h=shape.block_h,
+        block_n=shape.block_n,
+        splits=splits,
+        split_keys=split_keys,
+        num_warps=shape.num_warps,
+        align=min(case.align, 16),
+        pdl=card.arch >= 90,
+        merge_warps=4 if few else 2,
+    )
+
+
+def _key(config: Config, fmt: str) -> tuple[str, int, int, str]:
+    return config.kernel, config.block_h, config.block_n, fmt
