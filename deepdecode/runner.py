@@ -1,6 +1,6 @@
 """The runner: prefill, batched decode and sampling of one model in one process (or one rank of a tensor-parallel group)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,7 @@ class Runner:
         fmt: cache format, "fp8_584", "bf16", "f32" or "f64".
         ops: the table to run on.
         ranks: collectives of the tensor-parallel group.
+        progress: called with the tokens of a prompt that are done, and all of them, after each chunk.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Runner:
         ops: Ops = REFERENCE,
         ranks: Collectives = ALONE,
         prefill_chunk: int = PREFILL_CHUNK,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         config = weights.config
         if not 1 <= max_len <= config.max_positions:
@@ -83,7 +85,7 @@ class Runner:
         if slots < 1 or prefill_chunk < 1:
             raise ValueError(f"runner: slots and prefill_chunk must be >= 1, got {slots} and {prefill_chunk}")
         self.weights, self.ops, self.ranks = weights, ops, ranks
-        self.max_len, self.prefill_chunk = max_len, prefill_chunk
+        self.max_len, self.prefill_chunk, self.progress = max_len, prefill_chunk, progress
         self.device = weights.embed.device
         self.cache = KVCache(config, slots=slots, max_len=max_len, window_page=window_page, fmt=fmt, device=self.device)
         self.slots = slots
@@ -103,6 +105,8 @@ class Runner:
             step = self.cache.step(chunk, positions, torch.full_like(positions, slot), prefill=True)
             rows = None if every else torch.tensor([T - 1], device=self.device)
             logits.append(forward(self.weights, self.cache.layers, step, self.ops, rows=rows, ranks=self.ranks))
+            if self.progress:
+                self.progress(at + T, len(ids))
         return torch.cat(logits) if every else logits[-1][0]
 
     @torch.inference_mode()

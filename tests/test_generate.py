@@ -12,6 +12,7 @@ import pytest
 
 from deepdecode import __version__
 from deepdecode.__main__ import main
+from deepdecode.progress import Progress
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import CONFIG, TOKENIZER, tiny_dir
 
@@ -189,6 +190,32 @@ def test_the_embedded_model_has_every_kind_of_layer():
     names = json.loads((tiny_dir() / "model.safetensors.index.json").read_text())["weight_map"]
     assert "mtp.0.e_proj.weight" in names
     assert "layers.1.attn.indexer.wq_b.scale" in names
+
+
+def test_a_checkpoint_says_what_it_skips_and_takes(capsys):
+    args = ["generate", "x", "--max-new-tokens", "1", "--checkpoint", str(tiny_dir()), "--context", "300"]
+    assert main(args) == 0
+    err = capsys.readouterr().err
+    assert "mtp.*" in err
+    # the file without its MTP block: weights, then a window, states and two pages of 256 tokens
+    assert "weights 0.02 GB, caches 0.00 GB (1 x 300 tokens)" in err
+
+
+def test_long_work_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("time.monotonic", iter(range(0, 1000, 2)).__next__)
+    bar = Progress("prompt tokens read")
+    bar.step(512, 9000)
+    bar.step(1024, 9000)
+    bar.end()
+    assert capsys.readouterr().err == "prompt tokens read: 512 of 9000\nprompt tokens read: 1024 of 9000\n"
+
+
+def test_quick_work_says_nothing(capsys):
+    bar = Progress("layers loaded")
+    for i in range(40):
+        bar.step(i, 40)
+    bar.end()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_character_split_over_tokens_is_held_back():

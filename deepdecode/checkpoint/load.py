@@ -6,7 +6,7 @@ from the mapped files. FP8 and FP4 stay packed.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +81,7 @@ def load_model(
     rank: int = 0,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Load a checkpoint, or one rank's part of it, as the ops want it.
 
@@ -93,6 +94,7 @@ def load_model(
         device: where the weights go.
         dtype: what unquantised tensors become; None: as stored. FP8 and FP4 weights stay packed in any case, and what
             V4 keeps in float32 (hyper-connections, sinks, ape, gate bias) stays float32, or becomes float64 with the rest.
+        progress: called with the layers that are loaded, and all of them, after each layer.
 
     Returns:
         The weights; `config` is the whole model's, whatever the slice.
@@ -103,15 +105,25 @@ def load_model(
         ValueError: the slice does not fit the model, or cuts through a scale's block.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    return assemble(checkpoint, parse_cut(checkpoint.config, slice, rank), torch.device(device), dtype)
+    return assemble(checkpoint, parse_cut(checkpoint.config, slice, rank), torch.device(device), dtype, progress)
 
 
-def assemble(source: Source, cut: Cut, device: torch.device, dtype: torch.dtype | None) -> ModelWeights:
+def assemble(
+    source: Source,
+    cut: Cut,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelWeights:
     """Fuse, stack and cut the source's tensors into `ModelWeights`."""
     if dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"load_model: dtype must be None, bfloat16, float32 or float64, got {dtype}")
     make = _Maker(source, cut, device, dtype)
-    layers = [make.layer(i) for i in range(source.config.num_layers)]
+    layers, total = [], source.config.num_layers
+    for i in range(total):
+        layers.append(make.layer(i))
+        if progress:
+            progress(i + 1, total)
     head = HeadWeights(make.site("hc_head_"), make.plain("norm.weight"), make.weight("head.weight"))
     return ModelWeights(source.config, make.plain("embed.weight"), layers, head)
 

@@ -57,6 +57,12 @@ class Checkpoint:
     tensors: dict[str, Piece] = field(default_factory=dict)
     drafts: dict[str, Stored] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are loaded: without draft layers."""
+        stored = {(id(piece.stored.file), piece.stored.begin): piece.stored for piece in self.tensors.values()}
+        return sum(each.end - each.begin for each in stored.values())
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
