@@ -145,13 +145,27 @@ def main() -> None:
             copy.write_bytes(also.read_bytes())
             rows.append(measure(copy, args, args.repeats))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    # places on this machine are nobody's business
+    words = [
+        "python tools/bench_trace.py",
+        *(["--hta PYTHON"] if args.hta else []),
+        *(["--perfetto WEB_DIST"] if args.perfetto else []),
+    ]
+    words += ["--also", *(path.name for path in args.also)] if args.also else []
+    versions = {"python": platform.python_version()} | {p: version(p) for p in ("numpy", "msgspec", "isal")}
+    if args.hta:
+        code = "import json; from importlib.metadata import version as v; "
+        code += "print(json.dumps({p: v(p) for p in ('HolisticTraceAnalysis', 'pandas')}))"
+        versions |= run([args.hta, "-c", code])
+    if args.perfetto:
+        versions["perfetto"] = args.perfetto.name
     report = {
         "schema": 1,
         "what": "trace reader: read and profile, one process each, best of --repeats",
-        "command": " ".join(["python", "tools/bench_trace.py", *sys.argv[1:]]),
+        "command": " ".join(words),
         "commit": commit,
         "device": {"cpu": _cpu(), "cores": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2)},
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in ("numpy", "msgspec")},
+        "versions": versions,
         "rows": rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
