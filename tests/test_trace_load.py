@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from made_traces import DATA, make_traces
 
 from deepdecode.trace import TraceError, load, profile
+from deepdecode.trace import kineto as kineto_reader
 from deepdecode.trace import nsys as nsys_reader
 from deepdecode.trace.kineto import NOT_A_TIME, all_ns, ns
 
@@ -292,6 +293,29 @@ def test_one_sentence_for_what_is_no_trace(tmp_path, name, data, message):
         load(tmp_path / name)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_other_files_in_a_folder_are_skipped_with_a_note(tmp_path):
+    (tmp_path / "rank0.json").write_bytes(SOUND)
+    (tmp_path / "server_args.json").write_text('{"tp": 8}')
+    trace = load(tmp_path)
+    assert (len(trace.sources), len(trace.table)) == (1, N)
+    assert trace.notes == ('skipped server_args.json: file must be a profiler trace, got JSON without "traceEvents"',)
+    (tmp_path / "rank0.json").unlink()
+    (tmp_path / "more.json").write_text("{}")
+    with pytest.raises(TraceError, match="folder must hold traces, got 2 files that are none"):
+        load(tmp_path)
+
+
+def test_names_without_end_share_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(kineto_reader, "MAX_NAMES", 100)
+    trace = read(tmp_path, SOUND)
+    assert (len(trace.names), trace.names[-1]) == (101, "(names past the limit)")
+    assert (trace.table.name == 100).sum() == N - 100
+    assert "the rest are counted as one" in trace.notes[0]
+    long = read(tmp_path, kineto([event(i, name="x" * 100_000 + str(i)) for i in range(20)]))
+    assert len(long.names) == 1
+    assert len(long.names[0]) == 8192
 
 
 def test_missing_file_and_empty_folder(tmp_path):

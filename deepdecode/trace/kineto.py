@@ -19,7 +19,8 @@ from deepdecode.trace.stream import Progress, Stream
 
 MAX_EVENT = 32 << 20  # bytes without an event's end, or before "traceEvents": not a trace
 MAX_PENDING = 1 << 20
-MAX_NAMES = 100_000  # distinct kernel names; the rest share one
+MAX_NAMES, MAX_NAME_CHARS, MAX_NAME = 100_000, 32 << 20, 8192  # distinct kernel names, all of them, one of them
+OTHER_NAMES = "(names past the limit)"
 MAX_ANNOTATIONS = 200_000
 MAX_NS = 1 << 61
 
@@ -174,6 +175,7 @@ class Collector:
         self.base_ns: dict[int, int] = {}  # of each file: baseTimeNanoseconds
         self.gpus: dict[tuple[int, int], Gpu] = {}  # (file, device) -> what the file says of it
         self.notes: list[str] = []
+        self.name_chars = 0
         self.events = self.bad = self.recovered = self.impossible = self.drops = self.captures = 0
         self.truncated = self.graph_summary = False
 
@@ -187,11 +189,11 @@ class Collector:
     def name_id(self, name: str | int | float | None) -> int:
         found = self.names.get(name) if type(name) is str else None
         if found is None:
-            name = name if type(name) is str else str(name)
-            if len(self.names) >= MAX_NAMES and name not in self.names:
-                name = "(names past the first 100000)"
-                if name not in self.names:
-                    self.notes.append("more than 100000 distinct kernel names: the rest are counted together")
+            name = str(name)[:MAX_NAME]
+            if name not in self.names:
+                self.name_chars += len(name)
+                if len(self.names) >= MAX_NAMES or self.name_chars > MAX_NAME_CHARS:
+                    name = OTHER_NAMES
             found = self.names.setdefault(name, len(self.names))
         return found
 

@@ -25,7 +25,8 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
         progress: called with (bytes read, bytes in all), from the calling thread.
 
     Raises:
-        TraceError: the file is none of these, or nothing in it could be read.
+        TraceError: the file is none of these, or nothing in it could be read. Other files in a folder are skipped
+            with a note.
     """
     path = Path(path)
     files = _files(path)
@@ -34,7 +35,16 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
     sources: list[Source] = []
     for i, file in enumerate(files):
         done = sum(s.bytes for s in sources)
-        sources.append(_read(file, i, into, progress and partial(_report, progress, done, total)))
+        before = len(into.rows)
+        try:
+            sources.append(_read(file, i, into, progress and partial(_report, progress, done, total)))
+        except TraceError as e:
+            # a folder of ranks may hold other files; one that was read in part is no such file
+            if len(files) == 1 or len(into.rows) > before:
+                raise
+            into.notes.append(f"skipped {file.name}: {str(e).removeprefix(f'{file}: ')}")
+    if not sources:
+        raise TraceError(f"{path}: folder must hold traces, got {len(files)} files that are none", kineto.HINT)
     if progress:
         progress(total, total)
     return assemble(sources, into)
@@ -134,6 +144,8 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
     )
     marks.sort(key=lambda m: (m[1], -m[2]))
     annotations = tuple(Annotation(name, t - origin, dur, p, thread, on_gpu) for name, t, dur, p, thread, on_gpu in marks)
+    if kineto.OTHER_NAMES in into.names:
+        into.notes.append(f"more than {kineto.MAX_NAMES} distinct kernel names, or very long ones: the rest are counted as one")
     return Trace(tuple(sources), table, tuple(into.names), launches, annotations, gpus, origin, health, tuple(into.notes))
 
 

@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Health:
-    """What the file was like. `recovered` counts good events that only the damaged-file path could read."""
+    """What the file was like. `recovered` counts events read one by one out of blocks that hold damage."""
 
     events: int = 0  # records that were read
     bad_events: int = 0  # records, or runs of damaged bytes, that could not be
