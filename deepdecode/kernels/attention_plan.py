@@ -138,7 +138,8 @@ def predict(shape: Shape, splits: int, case: Case, card: Card) -> float:
     programs = case.T * math.ceil(case.H / shape.block_h) * splits
     tiles = math.ceil(math.ceil(case.keys / splits) / shape.block_n)
     per_sm = min(shape.per_sm, max(1, (card.shared << 10) // shape.shared))
-    waves = math.ceil(programs / (card.sms * per_sm))
+    # a grid that fills the last SMs waits for those that the merge before it still holds
+    waves = math.ceil(programs / (int(0.97 * card.sms) * per_sm))
     us = call + waves * (wave + tiles * tile) + programs * tiles / card.sms * shared_tile
     if min(math.ceil(programs / card.sms), per_sm) > 1:
         us += waves * tiles * beside
