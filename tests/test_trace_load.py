@@ -401,6 +401,17 @@ def test_wrong_types_and_huge_numbers_in_an_export(tmp_path):
     assert trace.names == ("(unnamed)",)
 
 
+def test_a_database_error_stays_one_sentence(tmp_path):
+    make_traces.write_nsys(tmp_path / "a.sqlite", "mma", 1, layers=1, thin=8)
+    data = (tmp_path / "a.sqlite").read_bytes()
+    damaged = data.replace(b"NOT NULL, globalTid", b'NOT\n\x1b[31m "lobalTid')
+    assert len(damaged) == len(data)
+    (tmp_path / "b.sqlite").write_bytes(damaged)
+    with pytest.raises(TraceError, match="file must be an intact Nsight Systems export, got malformed") as e:
+        load(tmp_path / "b.sqlite")
+    assert str(e.value).isprintable()
+
+
 def test_the_export_on_disk_is_opened_read_only(tmp_path):
     make_traces.write_nsys(tmp_path / "a.sqlite", "mma", 1, layers=1)
     before = (tmp_path / "a.sqlite").read_bytes()

@@ -40,7 +40,8 @@ class TraceError(ValueError):
     """A file or argument that cannot be read as a trace; the message is one sentence, `hint` says what to do."""
 
     def __init__(self, message: str, hint: str = ""):
-        super().__init__(message)
+        # paths and library messages may bring newlines and escape sequences along
+        super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.hint = hint
 
 

@@ -29,10 +29,10 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
             uri = f"file:{quote(str(database.resolve()))}?mode=ro&immutable=1"
             with closing(sqlite3.connect(uri, uri=True)) as connection:
                 _Export(path, connection, database.stat().st_size).read(file, into)
-        except (sqlite3.Error, OverflowError, MemoryError) as e:
+        except (sqlite3.Error, OverflowError, UnicodeError, MemoryError) as e:
             if "interrupted" in str(e):
                 raise TraceError(f"{path}: export must be readable in bounded time, got one that is not") from None
-            raise TraceError(f"{path}: file must be an intact Nsight Systems export, got {e}") from None
+            raise TraceError(f"{path}: file must be an intact Nsight Systems export, got {str(e)[:200]}") from None
     return source
 
 
@@ -64,6 +64,7 @@ class _Export:
         self.sql = connection
         deadline = time.monotonic() + SECONDS + SECONDS_PER_MB * size / 1e6
         connection.set_progress_handler(lambda: time.monotonic() > deadline, 50_000)
+        connection.text_factory = lambda b: b.decode("utf-8", "replace")
         connection.execute("PRAGMA trusted_schema = OFF")
         # names that appear as views or virtual tables are as good as missing
         found = connection.execute(
@@ -176,7 +177,6 @@ class _Export:
             f"SELECT id, substr(CAST(value AS TEXT), 1, 8192) FROM StringIds"
             f' WHERE id IN (SELECT DISTINCT CAST("{title}" AS INTEGER) FROM "{table}")'
         )
-        self.sql.text_factory = lambda b: b.decode("utf-8", "replace")
         return {i: into.name_id(value or "(unnamed)") for i, value in self.sql.execute(query) if type(i) is int}
 
     def _launches(self, file: int, into: Collector) -> None:
