@@ -65,7 +65,7 @@ def ours(inputs: AttentionInputs, out: torch.Tensor, config: Config | None = Non
 
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
     if config is None:
-        config = plan(case_of(q, window, indices, extra, extra_indices, False), card_of(q.device))
+        config = plan(case_of(q, window, indices, extra, extra_indices), card_of(q.device))
     need, _ = workspace_layout(*q.shape[:2], config.splits)
     workspace = torch.empty(need, dtype=torch.uint8, device=q.device)
 
@@ -91,7 +91,7 @@ def rung1(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
     from deepdecode.kernels.attention_plan import plan_unsplit
 
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
-    return ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices, False), card_of(q.device)))
+    return ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices), card_of(q.device)))
 
 
 def measure(

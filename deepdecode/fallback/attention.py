@@ -159,7 +159,7 @@ def sparse_attn_unsplit(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Rung 1: out [T, H, 512] bfloat16 and lse float32 [T, H], by the product's kernel with one program for all keys."""
-    config = plan_unsplit(case_of(q, window, window_indices, extra, extra_indices, False), card_of(q.device))
+    config = plan_unsplit(case_of(q, window, window_indices, extra, extra_indices), card_of(q.device))
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)

@@ -47,6 +47,7 @@ class Case:
     extra_page: int = 64
     D: int = 512
     dtype: str = "bfloat16"
+    sink_dtype: str = "float32"
     align: int = 16
     deterministic: bool = False
     gluon: bool = True
@@ -103,6 +104,8 @@ def supports(case: Case, card: Card) -> str | None:
         return f"rows of {case.D}, not 512"
     if case.dtype != "bfloat16":
         return f"q in {case.dtype}, not bfloat16"
+    if case.sink_dtype != "float32":
+        return f"a sink in {case.sink_dtype}, not float32"
     if case.window_fmt not in ROW_BYTES:
         return f"{case.window_fmt} rows"
     if case.extra_fmt not in (None, case.window_fmt):
@@ -211,7 +214,8 @@ def case_of(
     window_indices: "torch.Tensor",
     extra: "PagedRows | None",
     extra_indices: "torch.Tensor | None",
-    deterministic: bool,
+    sink: "torch.Tensor | None" = None,
+    deterministic: bool = False,
     gluon: bool = True,
 ) -> Case:
     T, H, D = q.shape
@@ -230,6 +234,7 @@ def case_of(
         extra_page=window.page_size if extra is None else extra.page_size,
         D=D,
         dtype=str(q.dtype).removeprefix("torch."),
+        sink_dtype="float32" if sink is None else str(sink.dtype).removeprefix("torch."),
         align=4 if align == 8 else align,
         deterministic=deterministic,
         gluon=gluon,

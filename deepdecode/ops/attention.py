@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, readable, wide
+from deepdecode.ops._check import FLOATS, expect, fall_back, readable, use_kernel, wide
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -139,10 +139,36 @@ def sparse_attn_prefill(
 
 
 def workspace_bytes(
-    T: int, H: int, window_width: int, extra_width: int = 0, *, device: torch.device, deterministic: bool = False
+    T: int,
+    H: int,
+    window_width: int,
+    extra_width: int = 0,
+    *,
+    device: torch.device,
+    deterministic: bool = False,
+    fmt: str = "fp8_584",
+    pages: tuple[int, int] = (64, 64),
+    align: int = 16,
 ) -> int:
-    """Bytes that one call with these sizes needs in `workspace`; 0 for the reference, which allocates as it goes."""
-    return 0
+    """Bytes that one call with these sizes needs in `workspace`; 0 for the reference, which allocates as it goes.
+
+    fmt, pages: of both caches, their page sizes. align: 16, or 4 where addresses or page strides are no multiples of 16 bytes.
+    """
+    if device.type != "cuda" or os.environ.get("DEEPDECODE_REFERENCE") == "1":
+        return 0
+    from deepdecode.kernels.attention_plan import Case, card_of, plan, supports, workspace_layout
+    from deepdecode.kernels.launching import gluon_ready
+
+    extra_fmt = fmt if extra_width else None
+    window_page, extra_page = pages
+    case = Case(
+        T, H, window_width, extra_width, fmt, extra_fmt, window_page, extra_page if extra_width else window_page,
+        align=align, deterministic=deterministic, gluon=gluon_ready(),
+    )  # fmt: skip
+    card = card_of(device)
+    if T == 0 or supports(case, card):
+        return 0
+    return workspace_layout(T, H, plan(case, card).splits)[0]
 
 
 def _sparse_attn(
@@ -179,13 +205,59 @@ def _sparse_attn(
     else:
         expect(f"{op}: out", out, q.shape, q.dtype, q.device)
     scale = 1 / math.sqrt(D) if scale is None else scale
-    if T == 0:
-        return (out, wide(q).new_empty(0, H)) if return_lse else out
-    result, lse = sparse_attn_ref(
-        wide(q), window, window_indices, window_lens, extra, extra_indices, extra_lens, sink=sink, scale=scale
-    )
+    lse = wide(q).new_empty(T, H) if return_lse else None
+    if T:
+        extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
+        _attend_caches(
+            q, window.data, window.page_size, window.fmt, window_indices, window_lens, *extras, extra_indices, extra_lens,
+            sink, scale, deterministic, out, lse, workspace,
+        )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+@torch.library.custom_op("deepdecode::sparse_attn", mutates_args=("out", "lse", "workspace"))
+def _attend_caches(
+    q: Tensor,
+    window: Tensor,
+    window_page: int,
+    window_fmt: str,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: Tensor | None,
+    extra_page: int,
+    extra_fmt: str,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    deterministic: bool,
+    out: Tensor,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> None:
+    """Fill out and lse from arguments that `_sparse_attn` has checked: the kernel where there is one, else the reference."""
+    window_rows = PagedRows(window, window_page, window_fmt)
+    extra_rows = None if extra is None else PagedRows(extra, extra_page, extra_fmt)
+    args = (q, window_rows, window_indices, window_lens, extra_rows, extra_indices, extra_lens)
+    if use_kernel(q):
+        from deepdecode.kernels import launching as kernel  # the only import of Triton on this path
+
+        reason = kernel.attend(
+            *args, sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, deterministic=deterministic
+        )
+        if reason is None:
+            return
+        keys = window_indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+        fall_back("sparse_attn", f"q {list(q.shape)}, {keys} keys, {window_fmt} rows", reason)
+    result, result_lse = sparse_attn_ref(wide(q), *args[1:], sink=sink, scale=scale)
     out.copy_(result)
-    return (out, lse) if return_lse else out
+    if lse is not None:
+        lse.copy_(result_lse)
+
+
+@_attend_caches.register_fake
+def _(*args, **kwargs) -> None:
+    return None
 
 
 def _expect_set(op: str, name: str, q: Tensor, cache: PagedRows, indices: Tensor, lens: Tensor) -> None:
