@@ -7,7 +7,7 @@ import torch
 
 from deepdecode.checkpoint.container import DTYPE_NAMES, append, header_bytes
 from deepdecode.checkpoint.open import INDEX
-from deepdecode.config import ModelConfig
+from deepdecode.config import ModelConfig, Yarn
 
 # every ratio, a hash layer, and sizes that 8 ranks can share in whole blocks of scales
 SMALL = ModelConfig(
@@ -37,6 +37,31 @@ TINY = dataclasses.replace(
     compress_ratios=(0, 4), index_heads=1, index_head_dim=8, num_experts=3, expert_width=16, vocab_size=11,
     expert_dtype="float",
 )  # fmt: skip
+
+# every ratio and kind of router in float32, entries dropped early
+PLAIN = ModelConfig(
+    vocab_size=256,
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    head_dim=64,
+    rope_dim=16,
+    q_lora_rank=64,
+    o_groups=2,
+    o_lora_rank=32,
+    compress_ratios=(0, 4, 128, 4),
+    index_heads=4,
+    index_head_dim=32,
+    index_topk=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=64,
+    num_hash_layers=1,
+    yarn=Yarn(original_max_positions=256),
+    max_positions=2048,
+    expert_dtype="float",
+    eos_ids=(),
+)
 
 
 def leaves(weights, at=""):

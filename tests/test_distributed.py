@@ -1,38 +1,19 @@
 """Tensor parallel over real processes (gloo) equals one process."""
 
+import dataclasses
+
 import torch
 import torch.multiprocessing as mp
+from small_checkpoint import PLAIN
 
 from deepdecode.checkpoint import load_model, seeded_tensors, write_checkpoint
-from deepdecode.config import ModelConfig
 from deepdecode.distributed import join, leave
 from deepdecode.runner import Runner, Sampling
 from deepdecode.testing.numeric import rel_err
 
 # sums over ranks in another order, in float32
 ORDER_ERR = 2e-6
-CONFIG = ModelConfig(
-    vocab_size=256,
-    hidden_size=128,
-    num_layers=3,
-    num_heads=4,
-    head_dim=64,
-    rope_dim=16,
-    q_lora_rank=64,
-    o_groups=2,
-    o_lora_rank=32,
-    compress_ratios=(0, 4, 128),
-    index_heads=4,
-    index_head_dim=32,
-    index_topk=8,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=64,
-    num_hash_layers=1,
-    max_positions=1024,
-    expert_dtype="float",
-    eos_ids=(),
-)
+CONFIG = dataclasses.replace(PLAIN, num_layers=3, compress_ratios=(0, 4, 128))
 IDS = [(7 * i * i + 3) % 256 for i in range(150)]
 
 

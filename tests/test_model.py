@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_checkpoint import PLAIN
 
 from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
-from deepdecode.config import ModelConfig, Yarn
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.runner import Runner, Sampling
 from deepdecode.testing.numeric import rel_err, same_bits
@@ -173,41 +173,16 @@ def test_equals_transformers(twins):
     assert dropped > 0.5 * layers * len(ids)
 
 
-TINY = ModelConfig(
-    vocab_size=256,
-    hidden_size=128,
-    num_layers=4,
-    num_heads=4,
-    head_dim=64,
-    rope_dim=16,
-    q_lora_rank=64,
-    o_groups=2,
-    o_lora_rank=32,
-    compress_ratios=(0, 4, 128, 4),
-    index_heads=4,
-    index_head_dim=32,
-    index_topk=16,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=64,
-    num_hash_layers=1,
-    yarn=Yarn(original_max_positions=256),
-    max_positions=2048,
-    expert_dtype="float",
-    eos_ids=(),
-)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A float32 model of every layer kind."""
     folder = tmp_path_factory.mktemp("plain") / "model"
-    write_checkpoint(folder, TINY, seeded_tensors(TINY, 3, quantized=False))
+    write_checkpoint(folder, PLAIN, seeded_tensors(PLAIN, 3, quantized=False))
     return load_model(folder)
 
 
 def random_ids(n, seed=0):
-    return torch.randint(0, TINY.vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, PLAIN.vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def one_by_one(runner, slot, ids, start=0):
@@ -225,7 +200,7 @@ def test_decode_equals_prefill_through_600_tokens(plain):
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_decode_equals_prefill_for_one_layer_kind(ratio, tmp_path):
-    config = dataclasses.replace(TINY, num_layers=2, compress_ratios=(ratio, ratio))
+    config = dataclasses.replace(PLAIN, num_layers=2, compress_ratios=(ratio, ratio))
     write_checkpoint(tmp_path / "m", config, seeded_tensors(config, 5, quantized=False))
     runner = Runner(load_model(tmp_path / "m"), max_len=300, slots=2, fmt="f32")
     a, b = runner.cache.acquire(), runner.cache.acquire()
