@@ -6,14 +6,14 @@ import json
 import sqlite3
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_traces import DATA, make_traces
 
-from deepdecode.trace import TraceError, load, profile
-from deepdecode.trace import kineto as kineto_reader
+from deepdecode.trace import TraceError, columns, load, profile
 from deepdecode.trace import nsys as nsys_reader
 from deepdecode.trace.kineto import NOT_A_TIME, all_ns, ns
 
@@ -94,11 +94,13 @@ DAMAGE = {
     "no duration": (SOUND.replace(b'"dur": 5.5, ', b"", 1), N, 0, False),
     "a hole of zeros": (SOUND.replace(b'"k5"', bytes(4096)), N - 1, 1, False),
     "an event cut in two": (SOUND.replace(b'"name": "k5", "pid": 0, "tid": 7, ', b""), N, 0, False),
+    "the last event": (SOUND.replace(b'"k1999"', b'"k"1999"'), N - 1, 1, False),
+    "half a surrogate": (SOUND.replace(b'"k5"', rb'"k\ud8005"'), N, 0, False),
     "a brace too many": (SOUND.replace(b'"k5"', b'"k5"}'), N, 1, False),
 }
 
 
-SOUND_BLOCKS = ("truncated", "list without an end", "time as text", "no duration", "an event cut in two")
+SOUND_BLOCKS = ("the last event", "truncated", "list without an end", "time as text", "no duration", "an event cut in two")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "gz"])
@@ -308,7 +310,7 @@ def test_other_files_in_a_folder_are_skipped_with_a_note(tmp_path):
 
 
 def test_names_without_end_share_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(kineto_reader, "MAX_NAMES", 100)
+    monkeypatch.setattr(columns, "MAX_NAMES", 100)
     trace = read(tmp_path, SOUND)
     assert (len(trace.names), trace.names[-1]) == (101, "(names past the limit)")
     assert (trace.table.name == 100).sum() == N - 100
@@ -432,6 +434,7 @@ def survives(path):
         if len(str(e).splitlines()) != 1:
             raise AssertionError("not one sentence") from e
         return
+    assert msgspec.json.decode(msgspec.json.encode(result))["schema"] == 1
     for d in result.devices:
         assert sum(d.exclusive_ns.values()) + d.idle_ns == d.window_ns
 

@@ -7,26 +7,21 @@ an event's arguments, the block does not decode, and it is taken apart event by 
 import json
 import math
 import re
-from array import array
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from deepdecode.trace.columns import CAPTURES, GRAPH_LAUNCH, HINT, MAX_NS, ROW, Collector, call_kind, clean
 from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
 from deepdecode.trace.stream import Progress, Stream
 
 MAX_EVENT = 32 << 20  # bytes without an event's end, or before "traceEvents": not a trace
 MAX_PENDING = 1 << 20
-MAX_NAMES, MAX_NAME_CHARS, MAX_NAME = 100_000, 32 << 20, 8192  # distinct kernel names, all of them, one of them
-OTHER_NAMES = "(names past the limit)"
-MAX_ANNOTATIONS = 200_000
-MAX_NS = 1 << 61
 
 NOT_A_TIME = -(1 << 62)
 MAX_US = MAX_NS // 1000
-ROW, CALLS = 11, 6  # columns of Collector.rows and .calls
 
 # 2021 wrote Kernel, Memcpy, Memset, Runtime
 KINDS: dict[str | None, int] = {
@@ -41,12 +36,13 @@ WORK, CALL, NOTE = 0, 1, 2
 GROUPS: dict[str | None, int] = dict.fromkeys(KINDS, WORK)
 GROUPS |= dict.fromkeys(("cuda_runtime", "cuda_driver", "runtime", "Runtime", "hip_runtime", "privateuse1_runtime"), CALL)
 GROUPS |= dict.fromkeys(("user_annotation", "gpu_user_annotation"), NOTE)
-LAUNCH, GRAPH_LAUNCH, CAPTURES = 1, 2, 3
 
+_PLAIN = re.compile(rb"[0-9. ]*")
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _KINETO = re.compile(rb'\}\s*,\s*\{\s*"ph"')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _NEXT = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:)')
+_END = re.compile(r"\}\s*(\])(?=\s*(?:[,}]|$))")
 _SEPARATORS = re.compile(r"[,\s]*")
 
 
@@ -70,21 +66,10 @@ class _Event(msgspec.Struct, gc=False):
     args: _Args | str | int | float | bool | list | None = None
 
 
-_PLAIN = re.compile(rb"[0-9. ]*")
 _NO_ARGS = _Args()
 _ARGS = ("device", "stream", "correlation", "grid", "graph id", "graph node id")
-HINT = "give a Kineto trace (.json, .json.gz), an Nsight Systems export (.sqlite), or an nsys stats CSV"
 _scanner = json.JSONDecoder(strict=False, parse_float=str)
 _decode = msgspec.json.Decoder(list[_Event]).decode
-
-
-def call_kind(name: str) -> int:
-    """LAUNCH, GRAPH_LAUNCH, CAPTURES, or 0 for a runtime call that neither works nor captures."""
-    if "aunch" in name:
-        return GRAPH_LAUNCH if "GraphLaunch" in name else 0 if "HostFunc" in name else LAUNCH
-    if "Memcpy" in name or "Memset" in name:
-        return LAUNCH
-    return CAPTURES if any(w in name for w in ("StreamBeginCapture", "StreamEndCapture", "GraphInstantiate")) else 0
 
 
 def ns(text: bytes) -> int | None:
@@ -161,129 +146,97 @@ def _blocks(grids: list[Any]) -> np.ndarray:
         return np.maximum(_ints([x * y * z for x, y, z in whole], 0), 0)
 
 
-class Collector:
-    """Columns that grow event by event; shared by the readers of every format and every file of a folder."""
+def _take(into: Collector, events: list[_Event], process: int) -> None:
+    """Keep what is GPU work, a launch, or an annotation."""
+    into.events += len(events)
+    kept: tuple[list[_Event], ...] = ([], [], [])
+    find = GROUPS.get
+    for e in events:
+        if e.ph == "X" and (group := find(e.cat)) is not None:
+            kept[group].append(e)
+    for e in kept[NOTE]:
+        start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
+        if start is not None:
+            into.annotate(str(e.name), start, dur or 0, process, _int(e.tid, 0), e.cat == "gpu_user_annotation")
+    if kept[WORK]:
+        _take_work(into, kept[WORK], process)
+    if kept[CALL]:
+        _take_calls(into, kept[CALL], process)
 
-    def __init__(self) -> None:
-        self.names: dict[str, int] = {}
-        self.rows = array("q")  # 11 a row: device, process, stream, start, dur, name, kind, correlation, graph, node, blocks
-        self.calls = array("q")  # 6 a call: process, thread, start, dur, correlation, is_graph
-        self.annotations: list[tuple[str, int, int, int, int, bool]] = []  # as model.Annotation
-        self.runtime: list[array[int]] = []  # of each process: correlations of all its runtime calls
-        self.file_of: list[int] = []  # of each process
-        self.ranks: list[int | None] = []  # of each process
-        self.base_ns: dict[int, int] = {}  # of each file: baseTimeNanoseconds
-        self.gpus: dict[tuple[int, int], Gpu] = {}  # (file, device) -> what the file says of it
-        self.notes: list[str] = []
-        self.name_chars = 0
-        self.events = self.bad = self.recovered = self.impossible = self.drops = self.captures = 0
-        self.truncated = self.graph_summary = False
 
-    def process(self, file: int) -> int:
-        """A number for one more process."""
-        self.file_of.append(file)
-        self.ranks.append(None)
-        self.runtime.append(array("q"))
-        return len(self.file_of) - 1
+def _take_work(into: Collector, events: list[_Event], process: int) -> None:
+    args = [e.args if type(e.args) is _Args else _NO_ARGS for e in events]
+    start, dur = all_ns([e.ts for e in events]), all_ns([e.dur for e in events])
+    bad = (start == NOT_A_TIME) | (dur == NOT_A_TIME) | (dur < 0)
+    into.impossible += int(bad.sum())
+    out = np.empty((len(events), ROW), np.int64)
+    out[:, 0] = _ints([e.pid if a.device is None else a.device for a, e in zip(args, events, strict=True)], 0)
+    out[:, 1] = process
+    out[:, 2] = _ints([e.tid if a.stream is None else a.stream for a, e in zip(args, events, strict=True)], 0)
+    out[:, 3] = start
+    out[:, 4] = np.where(bad, 0, dur)
+    out[:, 5] = [into.name_id(e.name) for e in events]
+    out[:, 6] = [KINDS[e.cat] for e in events]
+    out[:, 7] = _ints([a.correlation for a in args])
+    out[:, 8] = _ints([a.graph for a in args])
+    out[:, 9] = _ints([a.node for a in args])
+    out[:, 10] = _blocks([a.grid for a in args])
+    into.rows.frombytes(out[start != NOT_A_TIME].tobytes())
 
-    def name_id(self, name: str | int | float | None) -> int:
-        found = self.names.get(name) if type(name) is str else None
-        if found is None:
-            name = str(name)[:MAX_NAME]
-            if name not in self.names:
-                self.name_chars += len(name)
-                if len(self.names) >= MAX_NAMES or self.name_chars > MAX_NAME_CHARS:
-                    name = OTHER_NAMES
-            found = self.names.setdefault(name, len(self.names))
-        return found
 
-    def take(self, events: list[_Event], process: int) -> None:
-        """Keep what is GPU work, a launch, or an annotation."""
-        self.events += len(events)
-        kept: tuple[list[_Event], ...] = ([], [], [])
-        find = GROUPS.get
-        for e in events:
-            if e.ph == "X" and (group := find(e.cat)) is not None:
-                kept[group].append(e)
-        for e in kept[NOTE]:
+def _take_calls(into: Collector, events: list[_Event], process: int) -> None:
+    correlation = _ints([e.args.correlation if type(e.args) is _Args else None for e in events])
+    into.runtime[process].frombytes(correlation[correlation > 0].tobytes())
+    for e, number in zip(events, correlation.tolist(), strict=True):
+        name = e.name if type(e.name) is str else ""
+        kind = call_kind(name)
+        if kind == CAPTURES:
+            into.captures += 1
+        elif kind:
             start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
-            if start is not None and len(self.annotations) < MAX_ANNOTATIONS:
-                gpu = e.cat == "gpu_user_annotation"
-                self.annotations.append((str(e.name)[:512], start, max(dur or 0, 0), process, _int(e.tid, 0), gpu))
-        if kept[WORK]:
-            self._take_work(kept[WORK], process)
-        if kept[CALL]:
-            self._take_calls(kept[CALL], process)
+            if start is not None:
+                into.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), number, kind == GRAPH_LAUNCH))
 
-    def _take_work(self, events: list[_Event], process: int) -> None:
-        args = [e.args if type(e.args) is _Args else _NO_ARGS for e in events]
-        start, dur = all_ns([e.ts for e in events]), all_ns([e.dur for e in events])
-        bad = (start == NOT_A_TIME) | (dur == NOT_A_TIME) | (dur < 0)
-        self.impossible += int(bad.sum())
-        out = np.empty((len(events), ROW), np.int64)
-        out[:, 0] = _ints([e.pid if a.device is None else a.device for a, e in zip(args, events, strict=True)], 0)
-        out[:, 1] = process
-        out[:, 2] = _ints([e.tid if a.stream is None else a.stream for a, e in zip(args, events, strict=True)], 0)
-        out[:, 3] = start
-        out[:, 4] = np.where(bad, 0, dur)
-        out[:, 5] = [self.name_id(e.name) for e in events]
-        out[:, 6] = [KINDS[e.cat] for e in events]
-        out[:, 7] = _ints([a.correlation for a in args])
-        out[:, 8] = _ints([a.graph for a in args])
-        out[:, 9] = _ints([a.node for a in args])
-        out[:, 10] = _blocks([a.grid for a in args])
-        self.rows.frombytes(out[start != NOT_A_TIME].tobytes())
 
-    def _take_calls(self, events: list[_Event], process: int) -> None:
-        correlation = _ints([e.args.correlation if type(e.args) is _Args else None for e in events])
-        self.runtime[process].frombytes(correlation[correlation > 0].tobytes())
-        for e, number in zip(events, correlation.tolist(), strict=True):
-            name = e.name if type(e.name) is str else ""
-            kind = call_kind(name)
-            if kind == CAPTURES:
-                self.captures += 1
-            elif kind:
-                start, dur = ns(bytes(e.ts)), ns(bytes(e.dur) or b"0")
-                if start is not None:
-                    self.calls.extend((process, _int(e.tid, 0), start, max(dur or 0, 0), number, kind == GRAPH_LAUNCH))
+def _take_damaged(into: Collector, body: bytes, process: int, last: bool) -> tuple[bytes, bytes | None]:
+    """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen.
 
-    def take_damaged(self, body: bytes, process: int, last: bool) -> tuple[bytes, bytes | None]:
-        """One event at a time. Returns an unfinished event, and what follows the list, None if its end was not seen.
-
-        Control characters, NaN and bad UTF-8 are let through; other damage costs what lies before the next event.
-        """
-        text = body.decode("utf-8", "replace")
-        good: list[_Event] = []
-        bad = at = 0
-        pending, tail = "", None
-        lost = False  # between damage and the next event
-        while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
-            if text[at] == "]" and not lost:
-                tail = text[at:]
+    Control characters, NaN and bad UTF-8 are let through; other damage costs what lies before the next event.
+    """
+    text = body.decode("utf-8", "replace")
+    good: list[_Event] = []
+    bad = at = 0
+    pending, tail = "", None
+    lost = False  # between damage and the next event
+    while (at := _SEPARATORS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+        if text[at] == "]" and not lost:
+            tail = text[at:]
+            break
+        try:
+            fields, end = _scanner.raw_decode(text, at)
+        except (ValueError, RecursionError) as e:
+            if not last and getattr(e, "pos", 0) >= len(text) and len(text) - at < MAX_PENDING:
+                pending = text[at:]  # the block was cut inside this event
                 break
-            try:
-                fields, end = _scanner.raw_decode(text, at)
-            except (ValueError, RecursionError) as e:
-                if not last and getattr(e, "pos", 0) >= len(text) and len(text) - at < MAX_PENDING:
-                    pending = text[at:]  # the block was cut inside this event
-                    break
-                bad += not lost
-                if (following := _NEXT.search(text, at)) is None:
-                    break
-                at, lost = following.end(), True
-                continue
-            if isinstance(fields, dict) and (not lost or "ph" in fields):
-                good.append(_from_dict(fields))
-                lost = False
-            elif not lost:
-                bad, lost = bad + 1, True
-            at = end
-        sound = None if bad or "\ufffd" in text else _strict(text[:at])
-        self.bad += bad
-        if sound is None:
-            self.recovered += len(good)
-        self.take(good if sound is None else sound, process)
-        return pending.encode(), None if tail is None else tail.encode("utf-8", "replace")
+            bad += not lost
+            if (following := _NEXT.search(text, at)) is None:
+                if end_of_list := _END.search(text, at):
+                    tail = text[end_of_list.start(1) :]
+                break
+            at, lost = following.end(), True
+            continue
+        if isinstance(fields, dict) and (not lost or "ph" in fields):
+            good.append(_from_dict(fields))
+            lost = False
+        elif not lost:
+            bad, lost = bad + 1, True
+        at = end
+    sound = None if bad or "\ufffd" in text else _strict(text[:at])
+    into.bad += bad
+    if sound is None:
+        into.recovered += len(good)
+    _take(into, good if sound is None else sound, process)
+    return pending.encode(), None if tail is None else tail.encode("utf-8", "replace")
 
 
 def _strict(text: str) -> list[_Event] | None:
@@ -334,19 +287,19 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
         try:
             events = _decode(b"".join((b"[", rest, memoryview(block)[: cut[0]], b"]")))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pending, tail = into.take_damaged(rest + block[: cut[0]], process, last=False)
+            pending, tail = _take_damaged(into, rest + block[: cut[0]], process, last=False)
             if tail is not None:
                 tail += b"," + block[cut[1] :]
                 continue
             rest = (pending + b"," if pending else b"") + block[cut[1] :]
         else:
-            into.take(events, process)
+            _take(into, events, process)
             del events
             rest = block[cut[1] :]
     if not started:
         raise TraceError(f"{path}: file must be a profiler trace, got {_what(head)}", HINT)
     if tail is None:
-        _, tail = into.take_damaged(rest, process, last=True)
+        _, tail = _take_damaged(into, rest, process, last=True)
     into.truncated |= stream.truncated or tail is None
     _facts(head, tail or b"", file, process, into)
     return Source(str(path), stream.sha256, "kineto", stream.size)
@@ -396,5 +349,5 @@ def _facts(head: bytes, tail: bytes, file: int, process: int, into: Collector) -
             name = p.get("name")
             device = _int(p.get("id"), 0)
             into.gpus[file, device] = Gpu(
-                device, process, None, name if isinstance(name, str) else "", max(0, _int(p.get("numSms"), 0))
+                device, process, None, clean(name) if isinstance(name, str) else "", max(0, _int(p.get("numSms"), 0))
             )

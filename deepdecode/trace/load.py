@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from deepdecode.trace import kineto, nsys, nsys_csv
-from deepdecode.trace.kineto import Collector
+from deepdecode.trace.columns import CALL, HINT, MAX_NAMES, OTHER_NAMES, ROW, Collector
 from deepdecode.trace.model import KERNEL, Annotation, Gpu, Health, Launches, Source, Table, Trace, TraceError
 from deepdecode.trace.stream import Progress
 
@@ -44,7 +44,7 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
                 raise
             into.notes.append(f"skipped {file.name}: {str(e).removeprefix(f'{file}: ')}")
     if not sources:
-        raise TraceError(f"{path}: folder must hold traces, got {len(files)} files that are none", kineto.HINT)
+        raise TraceError(f"{path}: folder must hold traces, got {len(files)} files that are none", HINT)
     if progress:
         progress(total, total)
     return assemble(sources, into)
@@ -91,17 +91,17 @@ def _read(path: Path, process: int, into: Collector, progress: Progress | None) 
             f"run `nsys export --type sqlite {path.name}` and give the .sqlite file",
         )
     if b"\0" in start:
-        raise TraceError(f"{path}: file must be a profiler trace, got binary data", kineto.HINT)
+        raise TraceError(f"{path}: file must be a profiler trace, got binary data", HINT)
     return nsys_csv.read(path, process, into, progress)
 
 
 def assemble(sources: list[Source], into: Collector) -> Trace:
     """Columns, one time base, one order, and the health of what was read."""
-    rows = np.frombuffer(into.rows, dtype=np.int64).reshape(-1, 11)
-    calls = np.frombuffer(into.calls, dtype=np.int64).reshape(-1, 6)
+    rows = np.frombuffer(into.rows, dtype=np.int64).reshape(-1, ROW)
+    calls = np.frombuffer(into.calls, dtype=np.int64).reshape(-1, CALL)
     if not into.events:
         got = f"{into.bad} that are all damaged" if into.bad else "none"
-        raise TraceError(f"{sources[0].path}: file must hold trace events, got {got}", kineto.HINT)
+        raise TraceError(f"{sources[0].path}: file must hold trace events, got {got}", HINT)
     shift = _shift(into)  # [processes]
     start = rows[:, 3] + shift[rows[:, 1]]
     call_start = calls[:, 2] + shift[calls[:, 0]]
@@ -110,7 +110,7 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
 
     gpus, gpu = _gpus(into, rows)
     order = np.lexsort((rows[:, 4], start, gpu))
-    column = [rows[order, i] for i in range(11)]
+    column = [rows[order, i] for i in range(ROW)]
     gpu, start, dur = gpu[order], start[order] - origin, column[4]
     clipped = _clip_overruns(gpu, column[2], start, dur)
     table = Table(
@@ -127,7 +127,7 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
         blocks=column[10],
     )
     order = np.argsort(call_start, kind="stable")
-    column = [calls[order, i] for i in range(6)]
+    column = [calls[order, i] for i in range(CALL)]
     launches = Launches(column[0], column[1], call_start[order] - origin, column[3], column[4], column[5].astype(bool))
     health = Health(
         events=into.events,
@@ -144,8 +144,8 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
     )
     marks.sort(key=lambda m: (m[1], -m[2]))
     annotations = tuple(Annotation(name, t - origin, dur, p, thread, on_gpu) for name, t, dur, p, thread, on_gpu in marks)
-    if kineto.OTHER_NAMES in into.names:
-        into.notes.append(f"more than {kineto.MAX_NAMES} distinct kernel names, or very long ones: the rest are counted as one")
+    if OTHER_NAMES in into.names:
+        into.notes.append(f"more than {MAX_NAMES} distinct kernel names, or very long ones: the rest are counted as one")
     return Trace(tuple(sources), table, tuple(into.names), launches, annotations, gpus, origin, health, tuple(into.notes))
 
 

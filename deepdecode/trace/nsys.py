@@ -11,14 +11,23 @@ from urllib.parse import quote
 
 import numpy as np
 
-from deepdecode.trace.kineto import MAX_ANNOTATIONS, Collector
+from deepdecode.trace.columns import (
+    CAPTURES,
+    GRAPH_LAUNCH,
+    MAX_ANNOTATION,
+    MAX_ANNOTATIONS,
+    MAX_NAME,
+    MAX_NS,
+    ROW,
+    Collector,
+    call_kind,
+)
 from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
 from deepdecode.trace.stream import Progress, Stream
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 BATCH = 20_000
-MAX_NS = 1 << 61
 SECONDS, SECONDS_PER_MB = 20.0, 0.2  # a sound export reads at 20 MB/s and more
 
 
@@ -148,7 +157,7 @@ class _Export:
             rows = rows[sane]
             start, dur = rows[:, 0], rows[:, 1] - rows[:, 0]
             into.impossible += int((dur < 0).sum())
-            out = np.empty((len(rows), 11), np.int64)
+            out = np.empty((len(rows), ROW), np.int64)
             out[:, 0] = rows[:, 2]
             out[:, 1] = self.process(file, rows[:, 5], into)
             out[:, 2] = rows[:, 3]
@@ -174,7 +183,7 @@ class _Export:
         if "StringIds" not in self.tables or not {"id", "value"} <= self.columns("StringIds"):
             return {}
         query = (
-            f"SELECT id, substr(CAST(value AS TEXT), 1, 8192) FROM StringIds"
+            f"SELECT id, substr(CAST(value AS TEXT), 1, {MAX_NAME}) FROM StringIds"
             f' WHERE id IN (SELECT DISTINCT CAST("{title}" AS INTEGER) FROM "{table}")'
         )
         return {i: into.name_id(value or "(unnamed)") for i, value in self.sql.execute(query) if type(i) is int}
@@ -185,15 +194,7 @@ class _Export:
         if not {"start", "end", "correlationId", "nameId"} <= have or "StringIds" not in self.tables:
             return
         query = f'SELECT id, CAST(value AS TEXT) FROM StringIds WHERE id IN (SELECT DISTINCT nameId FROM "{table}")'
-        kind: dict[int, int] = {}  # nameId -> 1 launch, 2 graph launch, 3 capture
-        for i, name in self.sql.execute(query):
-            name = name or ""
-            if "GraphLaunch" in name:
-                kind[i] = 2
-            elif ("aunch" in name and "HostFunc" not in name) or "Memcpy" in name or "Memset" in name:
-                kind[i] = 1
-            elif any(word in name for word in ("StreamBeginCapture", "StreamEndCapture", "GraphInstantiate")):
-                kind[i] = 3
+        kind = {i: call_kind(name or "") for i, name in self.sql.execute(query)}
         wanted = {"start": "0", "end": "0", "correlationId": "-1", "globalTid": "0", "nameId": "0"}
         for rows in self.select(table, wanted):
             into.events += len(rows)
@@ -202,11 +203,11 @@ class _Export:
             for p in np.unique(process).tolist():
                 into.runtime[p].frombytes(rows[process == p, 2].tobytes())
             kinds = np.array([kind.get(i, 0) for i in rows[:, 4].tolist()], np.int64)
-            into.captures += int((kinds == 3).sum())
-            keep = (kinds == 1) | (kinds == 2)
+            into.captures += int((kinds == CAPTURES).sum())
+            keep = (kinds != 0) & (kinds != CAPTURES)
             rows, process, kinds = rows[keep], process[keep], kinds[keep]
             dur = np.maximum(rows[:, 1] - rows[:, 0], 0)
-            out = np.stack([process, rows[:, 3] & 0xFFFFFF, rows[:, 0], dur, rows[:, 2], kinds == 2], axis=1)
+            out = np.stack([process, rows[:, 3] & 0xFFFFFF, rows[:, 0], dur, rows[:, 2], kinds == GRAPH_LAUNCH], axis=1)
             into.calls.frombytes(out.astype(np.int64).tobytes())
 
     def _nvtx(self, file: int, into: Collector) -> None:
@@ -217,14 +218,15 @@ class _Export:
         if "textId" in have and {"id", "value"} <= self.columns("StringIds"):
             text = f"coalesce({text}, (SELECT CAST(value AS TEXT) FROM StringIds WHERE id = textId))"
         query = (
-            f'SELECT substr({text}, 1, 512), CAST("start" AS INTEGER), CAST("end" AS INTEGER), CAST(globalTid AS INTEGER)'
+            f"SELECT substr({text}, 1, {MAX_ANNOTATION}),"
+            ' CAST("start" AS INTEGER), CAST("end" AS INTEGER), CAST(globalTid AS INTEGER)'
             f" FROM NVTX_EVENTS WHERE typeof(\"end\") = 'integer' AND typeof(\"start\") = 'integer' LIMIT {MAX_ANNOTATIONS}"
         )
         for name, start, end, tid in self.sql.execute(query):
             if name and abs(start) < MAX_NS and abs(end) < MAX_NS:
                 tid = tid or 0
                 process = int(self.process(file, np.array([tid], np.int64), into)[0])
-                into.annotations.append((name, start, max(end - start, 0), process, tid & 0xFFFFFF, False))
+                into.annotate(name, start, end - start, process, tid & 0xFFFFFF, False)
                 into.events += 1
 
     def _gpus(self, file: int, into: Collector) -> None:

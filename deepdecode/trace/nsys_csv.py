@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepdecode.trace.kineto import MAX_NS, Collector
+from deepdecode.trace.columns import MAX_NS, Collector
 from deepdecode.trace.model import KERNEL, MEMCPY, MEMSET, Gpu, Source, TraceError
 from deepdecode.trace.stream import Progress, Stream
 
