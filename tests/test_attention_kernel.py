@@ -2,13 +2,15 @@
 
 import functools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.rows import PagedRows
 from deepdecode.testing.inputs import AttentionInputs, attention_corners
-from deepdecode.testing.numeric import rel_err, worst_row_err
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 
 # Triton reads it when a kernel is defined, so before the import below
 if not torch.cuda.is_available():
@@ -38,7 +40,7 @@ def config(inputs: AttentionInputs, splits: int, block_h: int = 8, split_keys: i
     caches = [cache for cache in (inputs.window, inputs.extra) if cache is not None]
     strides = [cache.data.stride(0) * cache.data.element_size() for cache in caches]
     align = 16 if all(stride % 16 == 0 for stride in strides) else 4
-    return Config("mma", block_h, 64, splits, split_keys, num_warps=4, num_stages=1, align=align, pdl=False)
+    return Config("mma", block_h, 64, splits, split_keys, num_warps=4, align=align, pdl=False, merge_warps=2)
 
 
 def run(inputs: AttentionInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +55,11 @@ def reference(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return sparse_attn_ref(q.double(), *rest, sink=sink, scale=inputs.scale)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", CORNERS)
+# three splits everywhere, none where that path differs
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [(name, 3) for name in CORNERS] + [(name, 1) for name in ("holes", "no key at all", "a heavy sink", "17 heads")],
+)
 def test_interpreted_matches_reference(name, splits):
     inputs = corners("cpu", torch.float32)[name]
     out, lse = run(inputs, config(inputs, splits))
@@ -65,3 +70,33 @@ def test_interpreted_matches_reference(name, splits):
     assert rel_err(out, want) < step
     assert worst_row_err(out, want) < 4 * step
     assert rel_err(lse, want_lse) < 1e-5
+
+
+def test_a_fixed_cut_does_not_look_at_the_batch():
+    """Deterministic plans: pieces of 64 keys, so a row alone and a row among others take the same sums."""
+    inputs = corners("cpu", torch.float32)["random lengths and holes"]
+    q, window, indices, lens, extra, extra_indices, extra_lens = inputs.args()
+    want, _ = run(inputs, config(inputs, 3, split_keys=64))
+    assert rel_err(want, reference(inputs)[0]) < SPLIT_STEP
+    alone = replace(
+        inputs,
+        q=q[2:3].contiguous(),
+        window_indices=indices[2:3].contiguous(),
+        window_lens=lens[2:3].contiguous(),
+        extra_indices=extra_indices[2:3].contiguous(),
+        extra_lens=extra_lens[2:3].contiguous(),
+    )
+    out, _ = run(alone, config(alone, 3, split_keys=64))
+    assert same_bits(out, want[2:3])
+
+
+def test_a_nan_scale_is_a_nan_row():
+    inputs = corners("cpu", torch.float32)["window only"]
+    data = inputs.window.data.clone()
+    row = int(inputs.window_indices[1, 3])
+    page, place = divmod(row, inputs.window.page_size)
+    data[page, inputs.window.page_size * 576 + place * 8] = 0xFF
+    broken = replace(inputs, window=PagedRows(data, inputs.window.page_size, inputs.window.fmt))
+    out, _ = run(broken, config(broken, 2))
+    named = (inputs.window_indices == row).any(dim=1)
+    assert out.isnan().any(dim=(1, 2)).tolist() == named.tolist()

@@ -41,7 +41,8 @@ def flash_mla(inputs: AttentionInputs, out: torch.Tensor, *, pad: bool = True) -
     wide = torch.zeros(T, heads, 512, dtype=q.dtype, device=q.device)
     wide[:, :H] = q
     sink = torch.zeros(heads, device=q.device)
-    sink[:H] = inputs.sink
+    if inputs.sink is not None:
+        sink[:H] = inputs.sink
     metadata, _ = get_mla_metadata()
     arguments: dict[str, Any] = {"indices": indices.unsqueeze(1), "topk_length": lens, "attn_sink": sink}
     if extra is not None and extra_indices is not None:
@@ -60,6 +61,10 @@ def flash_mla(inputs: AttentionInputs, out: torch.Tensor, *, pad: bool = True) -
     return call
 
 
+def flash_mla_padded(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
+    return flash_mla(inputs, out, pad=False)
+
+
 def sglang_fallback(inputs: AttentionInputs, out: torch.Tensor, *, pad: bool = False) -> Callable[[], Any]:
     """SGLang's fallback: what rung 0 stands for. pad: 64 heads whatever q has, as it once was called."""
     module = _sglang("flash_mla_sm120_triton")
@@ -69,7 +74,8 @@ def sglang_fallback(inputs: AttentionInputs, out: torch.Tensor, *, pad: bool = F
     wide = torch.zeros(T, heads, 512, dtype=q.dtype, device=q.device)
     wide[:, :H] = q
     sink = torch.zeros(heads, device=q.device)
-    sink[:H] = inputs.sink
+    if inputs.sink is not None:
+        sink[:H] = inputs.sink
     more = () if extra is None else (engine_view(extra), extra_indices, extra_lens)
 
     def call() -> torch.Tensor:
@@ -79,6 +85,10 @@ def sglang_fallback(inputs: AttentionInputs, out: torch.Tensor, *, pad: bool = F
 
     out.copy_(call().view(T, heads, 512)[:, :H])
     return call
+
+
+def sglang_fallback_padded(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
+    return sglang_fallback(inputs, out, pad=True)
 
 
 def sglang_dual(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:

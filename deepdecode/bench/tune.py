@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _shapes(rows: list[dict[str, Any]], card) -> dict[tuple, Shape]:
 
 def _costs(shape: Shape, rows: list[dict[str, Any]], card) -> tuple[float, ...]:
     """Least squares of the relative error; a coefficient that comes out negative is left out."""
-    units = [Shape(**(vars(shape) | {"cost": tuple(float(n == m) for m in range(7))})) for n in range(7)]
+    units = [replace(shape, cost=tuple(float(n == m) for m in range(7))) for n in range(7)]
     features = np.array([[predict(unit, row["splits"], _case(row), card) for unit in units] for row in rows])
     scaled = features / np.array([row["us"] for row in rows])[:, None]
     kept = list(range(7))

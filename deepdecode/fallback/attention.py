@@ -18,6 +18,13 @@ from deepdecode.ops.rows import PagedRows
 Tensor = torch.Tensor
 
 
+# as the engines do: chosen at the first call of each power of two of keys
+@triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_N": block_n}, num_warps=warps, num_stages=2) for block_n, warps in ((16, 4), (16, 8), (32, 8))
+    ],
+    key=["rounded_keys"],
+)
 @triton.jit
 def per_head_kernel(
     q_ptr,
@@ -34,6 +41,7 @@ def per_head_kernel(
     rows,
     page_size,
     page_stride,
+    rounded_keys,
     BLOCK_N: tl.constexpr,
 ):
     t = tl.program_id(0)
@@ -124,9 +132,7 @@ def _one_cache(q: Tensor, cache: PagedRows, indices: Tensor, lens: Tensor, scale
         cache.num_rows,
         cache.page_size,
         cache.data.stride(0),
-        BLOCK_N=16,
-        num_warps=8,
-        num_stages=2,
+        triton.next_power_of_2(indices.shape[1]),
     )
     return out, lse
 

@@ -95,6 +95,7 @@ def attention_corners(device: torch.device | str = "cpu", dtype: torch.dtype = t
     lens = base.window_lens
     assert base.extra_indices is not None
     assert base.extra_lens is not None
+    assert base.sink is not None
     few = base.window_indices.clone()
     few[0, ::2] = -1
     few[1] = -1

@@ -1,0 +1,111 @@
+"""python -m deepdecode.bench attention: measure on this GPU and write a result file."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepdecode.bench import attention, peers, tune
+from deepdecode.bench.timing import copy_bandwidth, current_commit, write_results
+from deepdecode.kernels.attention_plan import Case, card_of, floor_us, work
+
+# the rungs and the slow rivals: few cells, since a call takes milliseconds
+SLOW_TOKENS, SLOW_HEADS = (1, 8, 16, 64, 128), (8, 64)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench", description=__doc__)
+    parser.add_argument("op", choices=["attention"])
+    parser.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
+    parser.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
+    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long; run again to go on")
+    parser.add_argument("--only", help="measure this implementation alone; the file keeps the others")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
+        return 2
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    commit = options.commit or current_commit()
+    if options.sweep:
+        rows = tune.sweep(("narrow", "wide", "mma") if card.arch == 90 else ("mma",))
+        print(
+            tune.write_table(rows, card, device=card.name, command="bench attention --sweep", commit=commit, points=len(rows))
+        )
+        return 0
+    return run(options, card, commit)
+
+
+def run(options: argparse.Namespace, card, commit: str) -> int:
+    name = card.name.lower().removeprefix("nvidia ").replace(" ", "-")
+    path = options.out / name / "attention.json"
+    rows: list[dict[str, Any]] = []
+    if path.exists() and not options.fresh:
+        rows = [row for row in json.loads(path.read_text())["rows"] if row.get("commit", commit) == commit]
+    have = {_key(row) for row in rows}
+    bandwidth = copy_bandwidth()
+    start = time.monotonic()
+    skipped = 0
+    for case, implementation, runner, limit in jobs(options.peers):
+        known = _key(vars(case) | {"implementation": implementation}) in have
+        if known or options.only not in (None, implementation):
+            continue
+        if time.monotonic() - start > options.seconds:
+            skipped += 1
+            continue
+        row = attention.measure(case, implementation, runner, limit_s=limit)
+        shape = Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt, case.fmt)
+        nbytes, flops = work(shape)
+        row |= {"bytes": nbytes, "flops": flops, "floor_us": round(floor_us(shape, card), 3), "commit": commit}
+        if "us_warm" in row:
+            row["floor_fraction"] = round(row["floor_us"] / row["us_warm"], 4)
+        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+        _say(row)
+    rows.sort(key=lambda row: (row["fmt"], row["extra_keys"], row["H"], row["T"], row["implementation"]))
+    command = "python -m deepdecode.bench attention" + (" --peers" if options.peers else "")
+    write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
+    print(f"{path}: {len(rows)} rows" + (f", {skipped} left for another run" if skipped else ""))
+    return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
+
+
+def jobs(with_peers: bool):
+    """Cells in the order of their worth: the product and FlashMLA at the model's own key count first."""
+    cases = sorted(attention.sized_cases(), key=lambda c: (c.fmt != "fp8_584", c.extra_keys != 512, c.extra_keys))
+    for case in cases:
+        yield case, "deepdecode", attention.ours, 0.07
+        if with_peers and case.fmt == "fp8_584":
+            yield case, "flash_mla", peers.flash_mla, 0.07
+        if case.fmt == "fp8_584" and case.extra_keys == 512 and case.T in SLOW_TOKENS and case.H in SLOW_HEADS:
+            yield case, "deepdecode rung 0", attention.rung0, 0.02
+            yield case, "deepdecode rung 1", attention.rung1, 0.02
+            yield case, "deepdecode portable", attention.portable, 0.07
+            if with_peers:
+                yield case, "sglang fallback", peers.sglang_fallback, 0.02
+                yield case, "sglang dual-scope", peers.sglang_dual, 0.02
+                if case.H < 64:
+                    yield case, "flash_mla, padded before", peers.flash_mla_padded, 0.07
+                    yield case, "sglang fallback, 64 heads", peers.sglang_fallback_padded, 0.02
+
+
+def _key(row: dict[str, Any]) -> tuple:
+    return tuple(row[name] for name in ("implementation", "T", "H", "window_keys", "extra_keys", "fmt"))
+
+
+def _say(row: dict[str, Any]) -> None:
+    keys = f"{row['window_keys']}+{row['extra_keys']}"
+    what = f"{row['implementation']:<28} T={row['T']:<4} H={row['H']:<4} {keys:<9} {row['fmt']:<8}"
+    if "us_warm" not in row:
+        print(f"{what} {row['error']}", flush=True)
+        return
+    times = f"warm {row['us_warm']:9.1f} us  rotated {row['us_rotated']:9.1f} us  floor {row['floor_us']:7.2f} us"
+    print(f"{what} {times}  error {row['rel_err']:.1e}, {row['worst_row_err']:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
