@@ -222,6 +222,16 @@ def test_packed_export_is_unpacked_and_cleaned_up(tmp_path, monkeypatch):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_a_packed_export_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(nsys_reader, "MAX_UNPACKED", 1 << 20)
+    (tmp_path / "a.sqlite.gz").write_bytes(gzip.compress(b"SQLite format 3\0" + bytes(5 << 20)))
+    with pytest.raises(TraceError, match="must hold at most 0 GB, got more"):
+        load(tmp_path / "a.sqlite.gz")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_csv_lines_that_are_no_rows_are_counted(tmp_path):
     make_traces.write_csv(tmp_path / "a.csv", "mma", 1, layers=2)
     lines = (tmp_path / "a.csv").read_text().splitlines()

@@ -28,6 +28,7 @@ from deepdecode.trace.stream import Progress, Stream
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 BATCH = 20_000
+MAX_UNPACKED = 8 << 30  # of a .gz, into the temporary folder
 SECONDS, SECONDS_PER_MB = 20.0, 0.2  # a sound export reads at 20 MB/s and more
 
 
@@ -60,6 +61,8 @@ def _unpacked(path: Path, progress: Progress | None) -> Iterator[tuple[Path, Sou
         with os.fdopen(handle, "wb") as out:
             for block in stream:
                 out.write(block)
+                if stream.out_bytes > MAX_UNPACKED:
+                    raise TraceError(f"{path}: .gz must hold at most {MAX_UNPACKED >> 30} GB, got more", "unpack it first")
         if stream.truncated:
             raise TraceError(f"{path}: .gz must be whole, got one that ends early")
         yield Path(name), Source(str(path), stream.sha256, "nsys-sqlite", stream.size)
