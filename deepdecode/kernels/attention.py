@@ -119,7 +119,7 @@ def fp8_quarters(row_ptr, scale_ptr, live, N: tl.constexpr, INTERPRET: tl.conste
     r0, r1 = _halves(x)
     r2, r3 = _halves(y)
     if INTERPRET:
-        s = tl.where(scale == 255, float("nan"), tl.exp2(scale.to(tl.float32) - 127.0))[:, :, None]
+        s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
         v0, v1, v2, v3 = _code(x, 0, s), _code(x, 1, s), _code(x, 2, s), _code(x, 3, s)
         r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
     else:
