@@ -143,6 +143,51 @@ def _inspect(args: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
+def _plan_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--arch", metavar="SM", help="sm_80, ..., sm_121: its first card (default: every known card)")
+    p.add_argument("--card", metavar="NAME", help="one card, however it is spelled: h200, 'RTX 4090', rtx-5090")
+    p.add_argument("--heads", type=int, default=8, metavar="H", help="query heads of a rank, 1 to 128 (default %(default)s)")
+    p.add_argument("--batch", type=int, default=1, metavar="T", help="query tokens (default %(default)s)")
+    p.add_argument(
+        "--keys", default="128+512", metavar="W+E", help="keys of the window and of the compressed set (default %(default)s)"
+    )
+    p.add_argument("--fmt", default="fp8_584", metavar="FMT", help="rows: fp8_584, bf16 or f32, for both caches or as A+B")
+    p.add_argument("--page-size", default="64", metavar="N", help="rows of a page, for both caches or as A+B (default 64)")
+    p.add_argument("--deterministic", action="store_true", help="a row's bits do not depend on its batch")
+    p.add_argument("--lse", action="store_true", help="the log-sum-exp is written too")
+    p.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from deepdecode.plan import find_cards, plan_case, plan_json, plan_text, read_case
+
+    case = read_case(
+        heads=args.heads,
+        batch=args.batch,
+        keys=args.keys,
+        fmt=args.fmt,
+        page_size=args.page_size,
+        deterministic=args.deterministic,
+    )
+    plans = [plan_case(case, card, lse=args.lse) for card in find_cards(args.arch, args.card)]
+    form = json.dumps(plan_json(case, plans, lse=args.lse), indent=1) if args.json else plan_text(case, plans, lse=args.lse)
+    print(form)
+    return 0 if all(told["supported"] for told in plans) else 1
+
+
+def _env_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--paths", action="store_true", help="show paths and free-form values, which may name a user or a machine")
+    p.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _env(args: argparse.Namespace) -> int:
+    from deepdecode.env import env_text, read_env
+
+    found = read_env(paths=args.paths)
+    print(json.dumps(found, indent=1) if args.json else env_text(found))
+    return 0
+
+
 COMMANDS = {
     "generate": Command(
         "text in, tokens out: stream what the model makes of the prompts; speed and memory go to stderr",
@@ -158,5 +203,21 @@ COMMANDS = {
   deepdecode inspect DIR --json""",
         _inspect_arguments,
         _inspect,
+    ),
+    "plan": Command(
+        "the launch that sparse attention takes on a card, its floor and its predicted time (exit 1: no kernel covers it)",
+        """  deepdecode plan --arch sm_120 --heads 8 --batch 1 --keys 128+512
+  deepdecode plan --card "RTX 4090" --heads 64 --batch 16 --keys 128+8192 --deterministic
+  deepdecode plan --heads 8 --keys 128 --fmt bf16 --json""",
+        _plan_arguments,
+        _plan,
+    ),
+    "env": Command(
+        "versions, GPUs, which kernels cover them and what that rests on; safe to paste: no paths, users or host names",
+        """  deepdecode env
+  deepdecode env --json
+  deepdecode env --paths""",
+        _env_arguments,
+        _env,
     ),
 }

@@ -29,11 +29,18 @@ MAY = {
     "generate": {"checkpoint", "config", "distributed", "kvcache", "ops", "progress", "runner", "text", "tiny"},
     "testing": {"testing", "config", "ops", "kvcache", "model"},
     "trace": {"trace"},
+    # what the package knows of its kernels, a table
+    "support": set(),
+    "plan": {"cards", "kernels", "support"},
+    "env": {"cards", "kernels", "support"},
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
     "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
-    "cli": {"generate", "inspect", "bench", "kernels", "ops", "cards", "config", "trace"},
+    "cli": {"generate", "inspect", "plan", "env", "bench", "kernels", "ops", "cards", "config", "trace"},
     "__main__": {"cli"},
 }
+
+# the commands
+EDGE = {"generate", "inspect", "plan", "env"}
 
 
 def files():
@@ -73,8 +80,8 @@ def test_imports_point_one_way(path):
 def test_nothing_imports_the_edge():
     """Plug-ins and commands import; nothing imports them."""
     for path in files():
-        allowed = {"__main__": {"cli"}, "cli": {"generate", "inspect"}, "plugins": {"plugins"}}.get(part(path), set())
-        assert not imported_parts(path) & ({"plugins", "cli", "generate", "inspect"} - allowed), path
+        allowed = {"__main__": {"cli"}, "cli": EDGE, "plugins": {"plugins"}}.get(part(path), set())
+        assert not imported_parts(path) & ({"plugins", "cli", *EDGE} - allowed), path
 
 
 def modules_after(statement):
@@ -86,6 +93,10 @@ def test_the_trace_reader_starts_without_torch():
     loaded = modules_after("import deepdecode.trace.cli")
     assert not {"torch", "triton", "transformers"} & loaded
     assert {m for m in loaded if m.startswith("deepdecode.")} <= {m for m in loaded if m.startswith("deepdecode.trace")}
+
+
+def test_the_planner_starts_without_torch():
+    assert not {"torch", "triton"} & modules_after("import deepdecode.plan, deepdecode.env, deepdecode.bench.plots")
 
 
 def test_the_front_door_starts_without_torch():
