@@ -11,7 +11,7 @@ SHARED = ROOT.parent / "shared" / "traces"
 DATA = Path(__file__).parent / "data"
 
 
-def _load(path: Path):
+def load_tool(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -20,7 +20,7 @@ def _load(path: Path):
     return module
 
 
-make_traces = _load(ROOT / "tools" / "make_traces.py")
+make_traces = load_tool(ROOT / "tools" / "make_traces.py")
 
 
 def shared(name: str) -> Path:

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from made_traces import ROOT, _load, make_traces
+from made_traces import ROOT, load_tool, make_traces
 
-bench = _load(ROOT / "tools" / "bench_trace.py")
+bench = load_tool(ROOT / "tools" / "bench_trace.py")
 SMALL_START_S = 0.3  # of processor time: imports and one small profile, on a machine that may be busy with others
 
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from made_traces import DATA, make_traces
 
+from deepdecode.__main__ import main
 from deepdecode.trace import Profile, TraceError, load, profile
 from deepdecode.trace.model import SCHEMA
 from deepdecode.trace.steps import family
@@ -126,7 +127,7 @@ def test_steps_cut_by_the_capture_are_left_out(tmp_path):
     assert "the first step is left out" in " ".join(w.text for w in result.warnings)
 
 
-def test_phases_are_told_apart_and_can_be_chosen(tmp_path):
+def test_phases_are_told_apart_and_can_be_chosen(tmp_path, capsys):
     def mix(events):
         first = True
         for e in events:
@@ -144,6 +145,9 @@ def test_phases_are_told_apart_and_can_be_chosen(tmp_path):
     assert sum(decode.device.exclusive_ns.values()) + decode.device.idle_ns == decode.device.window_ns
     prefill = profile(trace, phase="prefill")
     assert prefill.device.window_ns + decode.device.window_ns == result.device.window_ns
+    assert main(["profile", str(tmp_path / "t.json"), "--phase", "decode", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert str(decode.device.window_ns) in json.dumps(printed)
     with pytest.raises(TraceError, match="mixed steps must be in the trace, got 4 decode, 1 prefill"):
         profile(trace, phase="mixed")
     with pytest.raises(TraceError, match="phase must be one of decode, prefill"):
@@ -207,6 +211,9 @@ def test_pieces_of_a_graph_are_told_from_whole_graphs(tmp_path):
         ("step[MIXED bs=4]", "engine step", "mixed", 4),
         ("step[IDLE]", "engine step", "unknown", None),
         ("execute_16_context_0(sq0sk0)_generation_16(sq16sk8193)", "engine batch", "decode", 16),
+        ("decode[bs=128 tok=128 ctx=4096]", "engine step", "decode", 128),
+        ("[Executor] _forward_step 41: 0 ctx reqs, 8 gen reqs", "engine batch", "decode", 8),
+        ("[Executor] _forward_step 42: 2 ctx reqs, 8 gen tokens", "engine batch", "mixed", 10),
         ("execute_context_2(512)_generation_0(0)", "engine batch", "prefill", 2),
         ("execute_context_1(512)_generation_3(3)", "engine batch", "mixed", 4),
         ("ProfilerStep#12", "ProfilerStep", "unknown", None),

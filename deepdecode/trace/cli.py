@@ -108,6 +108,8 @@ def parser(command: str) -> argparse.ArgumentParser:
             help="append an entry to this markdown file" + (f" (default {default})" if default else ""),
         )
     p.add_argument("--rules", metavar="FILE", help="rules of your own, tried before the built-in ones")
+    phases = ("decode", "prefill", "mixed")
+    p.add_argument("--phase", choices=phases, help="count only steps of this phase, where a trace holds several")
     p.add_argument("--top", type=int, default=15, metavar="N", help="kernels to list (default %(default)s)")
     p.set_defaults(command=command)
     form = p.add_mutually_exclusive_group()
@@ -338,7 +340,7 @@ def read(paths: Sequence[str], args: argparse.Namespace) -> tuple[list[Profile],
     profiles = []
     for path, label in zip(paths, labels, strict=True):
         with Progress(label) as progress:
-            profiles.append(profile(load(path, progress=progress), rules=rules))
+            profiles.append(profile(load(path, progress=progress), rules=rules, phase=args.phase))
     if args.redact:
         profiles = [redact_profile(one, i) for i, one in enumerate(profiles)]
     return profiles, labels

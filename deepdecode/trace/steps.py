@@ -22,8 +22,11 @@ SIGNALS = (
 SUPPORT = ("once per step", "per layer")
 EDGE = 0.2  # an edge step whose kernel count is this far from the median was cut by the capture
 
-_STEP = re.compile(r"step\[\s*([A-Za-z_]+)(?:[^\]]{0,64}?\bbs=(\d{1,7}))?")
+# SGLang's step[DECODE bs=16], and decode[bs=16 ...]
+_STEP = re.compile(r"(?:step\[\s*([A-Za-z_]+)|(decode|prefill|extend|mixed)\[)(?:[^\]]{0,64}?\bbs=(\d{1,7}))?")
+# vLLM's requests in context and generation, then TensorRT-LLM's
 _BATCH = re.compile(r"execute_(?:\d{1,9}_)?context_(\d{1,7})(?:\([^)]{0,128}\))?_generation_(\d{1,7})")
+_FORWARD = re.compile(r"\[Executor\] _forward_step \d{1,9}: (\d{1,7}) ctx reqs, (\d{1,7}) gen ")
 _PROFILER = re.compile(r"ProfilerStep#\d{1,12}$")
 _RANGE = re.compile(
     r"(?:decode|prefill|forward|generate|token|iteration|iter|step)(?:[ _-]?(?:step|pass))?[ _#:\[(-]*\d{0,12}[\])]?$", re.I
@@ -55,8 +58,9 @@ class Found:
 def family(name: str) -> tuple[str, Marked] | None:
     """Which signal a range's name belongs to, and the phase and batch it states."""
     if match := _STEP.match(name):
-        return "engine step", Marked(_PHASES.get(match[1].lower(), "unknown"), int(match[2]) if match[2] else None)
-    if match := _BATCH.match(name):
+        phase = _PHASES.get((match[1] or match[2]).lower(), "unknown")
+        return "engine step", Marked(phase, int(match[3]) if match[3] else None)
+    if match := _BATCH.match(name) or _FORWARD.match(name):
         context, generation = int(match[1]), int(match[2])
         phase = "mixed" if context and generation else "prefill" if context else "decode" if generation else "unknown"
         return "engine batch", Marked(phase, context + generation or None)
