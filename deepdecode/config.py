@@ -75,7 +75,8 @@ class ModelConfig:
         return self.compress_ratios[layer]
 
 
-# field of ModelConfig: name in config.json, name in inference/config.json, smallest and largest value
+# field of ModelConfig: name in config.json, name in inference/config.json, smallest and largest value; what a step
+# allocates grows with the largest window and index_topk
 _INTEGERS = {
     "vocab_size": ("vocab_size", "vocab_size", 1, 1 << 24),
     "hidden_size": ("hidden_size", "dim", 1, 1 << 17),
@@ -86,10 +87,10 @@ _INTEGERS = {
     "q_lora_rank": ("q_lora_rank", "q_lora_rank", 1, 1 << 17),
     "o_groups": ("o_groups", "o_groups", 1, 1024),
     "o_lora_rank": ("o_lora_rank", "o_lora_rank", 1, 1 << 17),
-    "window": ("sliding_window", "window_size", 1, 1 << 20),
+    "window": ("sliding_window", "window_size", 1, 1 << 14),
     "index_heads": ("index_n_heads", "index_n_heads", 1, 1024),
     "index_head_dim": ("index_head_dim", "index_head_dim", 2, 1 << 14),
-    "index_topk": ("index_topk", "index_topk", 1, 1 << 20),
+    "index_topk": ("index_topk", "index_topk", 1, 1 << 16),
     "hc_iters": ("hc_sinkhorn_iters", "hc_sinkhorn_iters", 1, 1000),
     "num_experts": ("n_routed_experts", "n_routed_experts", 1, 1 << 16),
     "experts_per_token": ("num_experts_per_tok", "n_activated_experts", 1, 1024),
@@ -117,6 +118,8 @@ _FIXED: dict[str, Any] = {
 _LAYER_RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 # a checkpoint of more experts than this is not V4, and its table of tensors would not fit in memory
 _MAX_EXPERTS_IN_ALL = 100_000
+# positions are int32
+_MAX_POSITIONS = 2**31 - 1
 
 
 def read_config(source: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:
@@ -215,10 +218,10 @@ class _Fields:
             raise self.fail(field, f"an integer from {low} to {high}", value)
         return value
 
-    def number(self, field: str) -> float:
+    def number(self, field: str, above: float = 0) -> float:
         value = self.get(field)
-        if type(value) not in (int, float) or not 0 < value < 1e30:
-            raise self.fail(field, "a positive number", value)
+        if type(value) not in (int, float) or not above < value < 1e30:
+            raise self.fail(field, f"a number above {above}" if above else "a positive number", value)
         return float(value)
 
     def inside(self, field: str) -> "_Fields":
@@ -241,7 +244,8 @@ def _parse(fields: _Fields, generation: _Fields | None = None) -> tuple[ModelCon
         for ours, (_, _, low, high) in _INTEGERS.items()
         if ours != "rope_dim" or names[ours] in raw or "partial_rotary_factor" not in raw
     }
-    values |= {ours: fields.number(entry[inference]) for ours, entry in _NUMBERS.items()}
+    # a base of 1 turns nothing, and YaRN divides by its logarithm
+    values |= {ours: fields.number(entry[inference], above=int("theta" in ours)) for ours, entry in _NUMBERS.items()}
     for name, want in _FIXED.items():
         if name in raw and (raw[name] != want or type(raw[name]) is not type(want)):
             raise fields.fail(name, f"{want!r}, the only one V4 has", raw[name])
@@ -328,7 +332,7 @@ def _hash_layers(fields: _Fields, layers: int, name: str) -> int:
         return fields.integer(name, 0, layers)
     kinds = fields.get("mlp_layer_types")
     hashed = kinds.count("hash_moe") if isinstance(kinds, list) else 0
-    if kinds != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
+    if hashed > layers or kinds != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
         raise fields.fail("mlp_layer_types", f"{layers} entries, hash_moe first, then moe", kinds)
     return hashed
 
@@ -342,21 +346,23 @@ def _inference_rope(fields: _Fields) -> dict[str, Any]:
     )
     # the file has no context length: it is YaRN's
     positions = int(yarn.factor * yarn.original_max_positions)
-    return {"rope_theta": fields.number("rope_theta"), "yarn": yarn, "max_positions": positions}
+    if not 1 <= positions <= _MAX_POSITIONS:
+        raise fields.fail("rope_factor * original_seq_len", f"from 1 to {_MAX_POSITIONS}", positions)
+    return {"rope_theta": fields.number("rope_theta", above=1), "yarn": yarn, "max_positions": positions}
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
-    values: dict[str, Any] = {"max_positions": fields.integer("max_position_embeddings", 1, 1 << 40)}
+    values: dict[str, Any] = {"max_positions": fields.integer("max_position_embeddings", 1, _MAX_POSITIONS)}
     scaling = None
     if fields.has("rope_parameters") and "main" in fields.inside("rope_parameters").raw:
         nested = fields.inside("rope_parameters")
         main, scaling = nested.inside("main"), nested.inside("compress")
         if main.raw.get("rope_type", "default") != "default":
             raise main.fail("rope_type", "default", main.raw["rope_type"])
-        values["rope_theta"] = main.number("rope_theta")
-        values["compress_rope_theta"] = scaling.number("rope_theta")
+        values["rope_theta"] = main.number("rope_theta", above=1)
+        values["compress_rope_theta"] = scaling.number("rope_theta", above=1)
     else:
-        values["rope_theta"] = fields.number("rope_theta")
+        values["rope_theta"] = fields.number("rope_theta", above=1)
         name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
         scaling = fields.inside(name) if fields.get(name) is not None else None
     values["yarn"] = None

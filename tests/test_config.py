@@ -159,6 +159,12 @@ def test_generation_config_adds_stop_tokens(tmp_path):
         ({"rope_scaling": {"type": "yarn", "factor": 16}}, "config: rope_scaling: beta_fast is missing"),
         ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method must be fp8, got awq"),
+        ({"sliding_window": 1 << 20}, "sliding_window must be an integer from 1 to 16384, got 1048576"),
+        ({"index_topk": 1 << 20}, "index_topk must be an integer from 1 to 65536, got 1048576"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings must be an integer from 1 to 2147483647, got"),
+        ({"rope_theta": 1}, "config: rope_theta must be a number above 1, got 1"),
+        ({"compress_rope_theta": 1.0}, "config: compress_rope_theta must be a number above 1, got 1.0"),
+        ({"num_hash_layers": "gone", "mlp_layer_types": ["hash_moe"] * 44}, "mlp_layer_types must be 43 entries"),
         ({"model_type": "llama"}, "not a DeepSeek-V4 config: it has model_type llama"),
         ({"model_type": "deepseek_v4\x1b[2J"}, r"model_type deepseek_v4\?\[2J"),
     ],
@@ -166,6 +172,13 @@ def test_generation_config_adds_stop_tokens(tmp_path):
 def test_refuses(changes, message):
     with pytest.raises(ConfigError, match=message):
         read_config(official(**changes))
+
+
+def test_inference_config_has_a_context_that_positions_can_count():
+    for factor, positions in ((1e-9, 0), (1e9, 65536 * 10**9)):
+        message = rf"rope_factor \* original_seq_len must be from 1 to 2147483647, got {positions}"
+        with pytest.raises(ConfigError, match=message):
+            read_config(INFERENCE | {"rope_factor": factor})
 
 
 # SPEC 7, row 4: V4 multiplies no attention temperature in
