@@ -302,6 +302,36 @@ def test_stack_of_another_size(tiny, tmp_path):
         load_model(path)
 
 
+def test_a_stack_without_a_middle(tiny, tmp_path):
+    kept = {name: tensor for name, tensor in tiny.items() if not name.startswith("layers.0.ffn.experts.")}
+    E, I, C = TINY.num_experts, TINY.expert_width, TINY.hidden_size
+    at = "model.layers.0.mlp.experts."
+    for rows, fits in ((2 * I, True), (2 * I + 1, False)):
+        stacks = {at + "gate_up_proj": torch.randn(E, rows, C), at + "down_proj": torch.zeros(E, C, I)}
+        path = write_dir(tmp_path / f"c{rows}", config_json(TINY), kept | stacks)
+        if fits:
+            assert same_bits(load_model(path).layers[0].moe.w13.data, stacks[at + "gate_up_proj"])
+        else:
+            with pytest.raises(CheckpointError, match=r"checkpoint: layers.0.ffn.experts.0.w1.weight is missing"):
+                load_model(path)
+
+
+def test_hidden_files_are_no_shards(tiny, tmp_path):
+    """A Mac leaves `._model.safetensors` beside every file that it copies."""
+    path = write_dir(tmp_path / "c", config_json(TINY), tiny)
+    (path / "._model.safetensors").write_bytes(b"\0\5\x16\7" * 10)
+    assert same_bits(load_model(path).embed, tiny["embed.weight"])
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a" * 5000, "\x9b31m", "\u202e", "\x7f"])
+def test_shard_names_no_file_system_has(name, tiny, tmp_path):
+    path = write_dir(tmp_path / "c", config_json(TINY), tiny)
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": name + ".safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"(must be a file, found none|cannot be read: File name too long)$") as problem:
+        load_model(path)
+    assert str(problem.value).isprintable()
+
+
 def test_every_fault_is_collected(small, tmp_path):
     tensors = dict(small)
     del tensors["norm.weight"], tensors["layers.0.attn.wq_b.scale"]

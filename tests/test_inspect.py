@@ -193,7 +193,7 @@ def test_every_fault_is_reported(tmp_path):
         "checkpoint: layers.2.attn.compressor.ape is missing",
         "model.safetensors: surprise?[2J is not a tensor of this config",
         "model.safetensors: layers.0.ffn.gate.tid2eid must hold experts from 0 to 3, got -1 to 2",
-        "model.safetensors: layers.1.ffn.experts.2.w2.scale must not hold NaN, got 2 scales with code 255",
+        "model.safetensors: layers.1.ffn.experts.2.w2.scale must not hold NaN (code 255), got 2 in 4096",
     ]
     text = report.to_text()
     assert "4 faults" in text
@@ -202,6 +202,40 @@ def test_every_fault_is_reported(tmp_path):
     assert report.fits == []
     with pytest.raises(CheckpointError, match=r"layers.2.attn.compressor.ape is missing"):
         load_model(path)
+
+
+def test_nan_where_every_token_meets_it_is_a_fault(tmp_path):
+    config = dataclasses.replace(SMALL, expert_dtype="fp8")
+    t = dict(seeded_tensors(config, 0))
+    t["layers.0.attn.wkv.scale"][0, 0] = float("inf")
+    for name in ("norm.weight", "layers.1.hc_ffn_fn", "layers.2.attn.attn_sink", "layers.2.ffn.gate.bias"):
+        t[name].view(-1)[1] = float("nan")
+    # a sink and an expert that are switched off
+    t["layers.1.attn.attn_sink"][0] = t["layers.1.ffn.gate.bias"][0] = float("-inf")
+    path = write_dir(tmp_path / "c", config_json(config), t)
+    found = [fault.removeprefix("model.safetensors: ") for fault in inspect_dir(path).faults]
+    assert sorted(found) == [
+        "layers.0.attn.wkv.scale must not hold NaN or infinity, got 1 in 1",
+        "layers.1.hc_ffn_fn must not hold NaN, got 1 in 12288",
+        "layers.2.attn.attn_sink must not hold NaN, got 1 in 8",
+        "layers.2.ffn.gate.bias must not hold NaN, got 1 in 4",
+        "norm.weight must not hold NaN, got 1 in 128",
+    ]
+    # what inspect finds, loading refuses
+    with pytest.raises(CheckpointError, match=r"model.safetensors: layers.0.attn.wkv.scale must not hold NaN or infinity"):
+        load_model(path)
+
+
+def test_a_huge_tensor_under_a_small_name_is_not_read(tmp_path):
+    path = write_dir(tmp_path / "c", config_json(TINY), dict(seeded_tensors(TINY, 0)))
+    forms = [("layers.0.x.norm.weight", "F32", (1 << 36,)), ("layers.0.x.scale", "F8_E8M0", (1 << 36,))]
+    header = header_bytes(forms)
+    with (path / "huge.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 5 * (1 << 36))
+    start = time.perf_counter()
+    assert inspect_dir(path).faults == [f"huge.safetensors: {name} is not a tensor of this config" for name, _, _ in forms]
+    assert time.perf_counter() - start < 5
 
 
 def test_untrusted_text_is_cleaned(tmp_path):

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from deepdecode.config import ModelConfig, shown
 
 # plain: BF16, or unquantised in F32 or F64. f32: F32 (or F64) always: rounding these spoils the model.
@@ -118,6 +120,26 @@ _SHARDS = (
 def shard(name: str) -> tuple[str, int] | None:
     """What tensor parallelism cuts this tensor by, and along which dimension; None: it is whole on every rank."""
     return next(((what, dim) for pattern, what, dim in _SHARDS if pattern.match(name)), None)
+
+
+_FOR_EVERY_TOKEN = re.compile(r"(?:\.scale|norm\.weight|hc_\w+_(?:fn|base|scale)|attn_sink|gate\.bias|\.ape)$")
+
+
+def unsound(name: str, tensor: torch.Tensor) -> str | None:
+    """What a tensor that every token meets holds and must not, in words; None if it is sound.
+
+    Scales must be finite. Norms and what is float32 in every checkpoint must not be NaN; infinity means something there: a
+    head without a sink, an expert nobody takes. Not looked at are the weights, whose bytes are most of a checkpoint.
+    """
+    if not _FOR_EVERY_TOKEN.search(name):
+        return None
+    if tensor.dtype == torch.float8_e8m0fnu:
+        count, what = int((tensor.view(torch.uint8) == 255).sum()), "NaN (code 255)"
+    elif name.endswith(".scale"):
+        count, what = int((~tensor.isfinite()).sum()), "NaN or infinity"
+    else:
+        count, what = int(tensor.isnan().sum()), "NaN"
+    return f"{what}, got {count} in {tensor.numel()}" if count else None
 
 
 def packing(spec: Spec, expert_dtype: str) -> Literal["fp4", "fp8", None]:

@@ -60,8 +60,10 @@ def parse_cut(config: ModelConfig, slice: str | tuple[int, int] | None, rank: in
         ways, kind = int(match[1] or match[2]), "tp" if match[1] else "ep"
     else:
         raise ValueError(f"load_model: slice must be None, tpN, dpNepN or (ways, rank), got {slice!r}")
-    if not (ways >= 1 and 0 <= rank < ways):
-        raise ValueError(f"load_model: rank must be from 0 to {ways - 1}, got {rank}")
+    if ways < 1:
+        raise ValueError(f"load_model: slice must be of at least one rank, got {slice!r}")
+    if type(rank) is not int or not 0 <= rank < ways:
+        raise ValueError(f"load_model: rank must be from 0 to {ways - 1}, got {rank!r}")
     sizes = {"experts": config.num_experts}
     if kind == "tp":
         sizes = {"o_groups": config.o_groups, "expert width": config.expert_width, "vocabulary": config.vocab_size}

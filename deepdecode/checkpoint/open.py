@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deepdecode.checkpoint.container import CheckpointError, Stored, TensorFile, open_file
-from deepdecode.checkpoint.layout import faults, official_name, stacked
+from deepdecode.checkpoint.layout import faults, official_name, stacked, unsound
 from deepdecode.config import ModelConfig, read_config_notes, read_json, shown
 
 INDEX = "model.safetensors.index.json"
@@ -70,11 +70,11 @@ class Checkpoint:
         return self.tensors[name].dtype
 
     def get(self, name: str) -> torch.Tensor:
-        """A read-only view of the mapped file; scales are checked for the E8M0 code that means NaN."""
+        """A read-only view of the mapped file, whose values are sound where every token meets them."""
         piece = self.tensors[name]
         tensor = piece.read()
-        if piece.dtype == "F8_E8M0" and bool((tensor.view(torch.uint8) == 255).any()):
-            raise CheckpointError(f"{shown(piece.stored.file.path.name)}: {name} must not hold NaN (code 255)")
+        if bad := unsound(name, tensor):
+            raise CheckpointError(f"{shown(piece.stored.file.path.name)}: {name} must not hold {bad}")
         return tensor
 
     def done(self, name: str) -> None:
@@ -134,7 +134,7 @@ def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterat
     by_file: dict[str, set[str]] = {}
     for tensor, name in (listed or {}).items():
         by_file.setdefault(name, set()).add(tensor)
-    names = sorted(by_file) if listed is not None else sorted(p.name for p in path.glob("*.safetensors"))
+    names = sorted(by_file) if listed is not None else sorted(p.name for p in path.glob("[!.]*.safetensors"))
     if not names:
         pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
         if pickles:
@@ -174,8 +174,10 @@ def _pieces(file: TensorFile, config: ModelConfig) -> Iterator[tuple[str | None,
     for stored in file.tensors.values():
         name = official_name(stored.name)
         stack = None if name is None else stacked(name)
-        # a stack of another size, or of no layer, stays one tensor, which then is a fault
-        if stack is None or len(stored.shape) != 3 or stored.shape[0] != config.num_experts or stack[0] >= config.num_layers:
+        # a stack of another size, without a middle, or of no layer, stays one tensor, which then is a fault
+        experts, rows, *_ = (*stored.shape, 0, 0)
+        fits = len(stored.shape) == 3 and experts == config.num_experts
+        if stack is None or not fits or stack[0] >= config.num_layers or rows % len(stack[1]):
             yield name, Piece(stored)
             continue
         layer, parts, suffix = stack
