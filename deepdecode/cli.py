@@ -188,6 +188,40 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("op", nargs="?", default="attention", choices=["attention"], help="what to measure (default %(default)s)")
+    p.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
+    p.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
+    p.add_argument("--out", metavar="DIR", help="folder of result files (default: results)")
+    p.add_argument("--commit", metavar="ID", help="the commit that is measured, where the checkout has no .git")
+    p.add_argument("--seconds", type=float, metavar="N", help="stop starting cells after this long; run again to go on")
+    p.add_argument("--only", metavar="NAME", help="measure this implementation alone; the file keeps the others")
+    p.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: draw this result file, pictures beside it")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.plot:
+        from deepdecode.bench.plots import plot_results
+
+        try:
+            pictures = plot_results(args.plot, op=args.op)
+        except ImportError as error:
+            raise UsageError(f"bench: --plot must have matplotlib, got {error}", "pip install 'deepdecode[report]'") from None
+        print(*pictures, sep="\n")
+        return 0
+    from deepdecode.bench.__main__ import main as bench
+
+    words = [args.op]
+    for name in ("peers", "sweep", "out", "commit", "seconds", "only", "fresh"):
+        value = getattr(args, name)
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words.append(f"--{name}={value}")
+    return bench(words)
+
+
 COMMANDS = {
     "generate": Command(
         "text in, tokens out: stream what the model makes of the prompts; speed and memory go to stderr",
@@ -211,6 +245,14 @@ COMMANDS = {
   deepdecode plan --heads 8 --keys 128 --fmt bf16 --json""",
         _plan_arguments,
         _plan,
+    ),
+    "bench": Command(
+        "check and time an op on this GPU, warm and past L2, beside its floor and its rivals; or draw what was measured",
+        """  deepdecode bench attention
+  DEEPDECODE_PEERS=~/wheels deepdecode bench attention --peers --seconds 500
+  deepdecode bench attention --plot results/h200/attention.json""",
+        _bench_arguments,
+        _bench,
     ),
     "env": Command(
         "versions, GPUs, which kernels cover them and what that rests on; safe to paste: no paths, users or host names",
