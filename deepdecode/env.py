@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -203,12 +204,15 @@ def _tool(command: list[str]) -> str | None:
 
 def _coverage(op: str, gpu: dict[str, Any], unable: str | None) -> str:
     """What runs for an op on the GPU: the kernel with its evidence, or the reference with the reason."""
-    reason = unable or supports(V4_CASE, _card(gpu))
+    # the kernels of sm_90 are written in Gluon, which Triton has from 3.6 on
+    digits = re.match(r"(\d+)\.(\d+)", _version("triton") or "")
+    case = replace(V4_CASE, gluon=digits is not None and (int(digits[1]), int(digits[2])) >= (3, 6))
+    reason = unable or supports(case, _card(gpu))
     if not reason and os.environ.get("DEEPDECODE_REFERENCE") == "1":
         reason = "DEEPDECODE_REFERENCE=1"
     if reason:
         return f"reference: {reason}"
-    return f"kernel {plan(V4_CASE, _card(gpu)).kernel} ({_status_words(support.status(op, gpu['arch']))})"
+    return f"kernel {plan(case, _card(gpu)).kernel} ({_status_words(support.status(op, gpu['arch']))})"
 
 
 def _card(gpu: dict[str, Any]) -> Card:

@@ -154,6 +154,14 @@ def test_a_gpu_that_torch_does_not_see(torch_is, tmp_path):
     assert "GPU 1: NVIDIA GB10, sm_121\n" in env.env_text(found)
 
 
+@pytest.mark.parametrize(("triton", "kernel"), [("3.5.1", "mma"), ("3.6.0", "narrow"), ("3.10.0+git1", "narrow")])
+def test_hopper_needs_a_triton_with_gluon(torch_is, monkeypatch, triton, kernel):
+    torch_is(FAKE_TORCH.replace("[8, 7]", "[9, 7]").replace("[9, 5]", "[0, 5]").replace("99 << 10", "227 << 10"))
+    known = env._version
+    monkeypatch.setattr(env, "_version", lambda name: triton if name == "triton" else known(name))
+    assert read_env()["gpus"][0]["kernels"]["attention"].startswith(f"kernel {kernel} (")
+
+
 def test_no_triton(torch_is, monkeypatch):
     torch_is(FAKE_TORCH)
     known = env._version
@@ -303,6 +311,9 @@ def test_what_counts_as_a_run(tmp_path):
 @pytest.mark.slow
 def test_the_table_is_up_to_date():
     """All of results/ is in it, and every launch that a default plan returns; run tools/support.py where this fails."""
+    kernels = {path.stem for path in (ROOT / "deepdecode" / "kernels").glob("*.py")}
+    ops = {path.stem for path in (ROOT / "deepdecode" / "ops").glob("*.py")} - {"__init__"}
+    assert kernels & ops == set(support.SOURCES) == set(support.evidence()["ops"])
     known = support.evidence()["ops"]["attention"]
     assert support.is_current("attention")
     assert {word: known[word] for word in (support.MEASURED, support.AS_PTX)} == tool.runs("attention")
