@@ -10,6 +10,8 @@ with `ptx_arch` counts for that arch as run through the driver's compiler.
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "deepdecode" / "data" / "support.json"
 # DeepSeek-V4-Flash's key counts, the heads of a rank, and batches
 KEYS = ((128, 0), (128, 512), (128, 1024), (128, 8192))
+LAUNCH = ("kernel", "block_h", "block_n", "num_warps")
 HEADS, TOKENS = (1, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -44,21 +47,23 @@ def runs(op: str, results: Path = ROOT / "results") -> dict[str, list[dict[str, 
 
 
 def launches() -> Iterator[dict[str, Any]]:
-    """Every form of the attention kernel that a default plan returns for the sizes above, for any card of the table."""
+    """Every form of the attention kernel that a plan returns for the sizes above, for any card of the table.
+
+    With them, what `deterministic` takes, and what a Hopper card runs where pages or Triton keep it from its own kernels.
+    """
     seen = set()
-    for card in CARDS:
-        for fmt in ("fp8_584", "bf16"):
-            for window, extra in KEYS:
-                for H in HEADS:
-                    for T in TOKENS:
-                        config = plan(Case(T, H, window, extra, fmt, fmt if extra else None), card)
-                        form = {"arch": card.arch} | {
-                            name: getattr(config, name) for name in ("kernel", "block_h", "block_n", "num_warps")
-                        }
-                        form |= {"fmt": fmt, "split": config.splits > 1}
-                        if tuple(form.values()) not in seen:
-                            seen.add(tuple(form.values()))
-                            yield form
+    for card, fmt, keys, H in product(CARDS, ("fp8_584", "bf16"), KEYS, HEADS):
+        cases = [Case(T, H, *keys, fmt, fmt if keys[1] else None) for T in TOKENS]
+        cases.append(replace(cases[0], deterministic=True))
+        if card.arch == 90:
+            cases += [replace(case, gluon=False) for case in cases]
+        for case in cases:
+            config = plan(case, card)
+            form = {"arch": card.arch, **{name: getattr(config, name) for name in LAUNCH}, "fmt": fmt}
+            form["split"] = config.splits > 1
+            if tuple(form.values()) not in seen:
+                seen.add(tuple(form.values()))
+                yield form
 
 
 def compiled(form: dict[str, Any]) -> dict[str, Any]:
