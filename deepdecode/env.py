@@ -48,7 +48,7 @@ OTHER_VARIABLES = (
 )
 # values that say nothing of who or where: switches, numbers, levels, settings of an allocator
 _PLAIN_VALUE = re.compile(r"(?:[\d,.:-]{1,32}|true|false|on|off|yes|no|debug|info|warning|error|[a-z_]+:[a-z0-9.]{1,12})", re.I)
-_HIDDEN = "<path>"
+_HIDDEN, _ANSWER = "<path>", "deepdecode env: "
 TOOL_SECONDS, TORCH_SECONDS = 10, 120
 # the decode step that coverage is told for: DeepSeek-V4-Flash at tensor parallelism 8
 V4_CASE = Case(T=1, H=8, window_keys=128, extra_keys=512)
@@ -91,7 +91,8 @@ def read_env(*, paths: bool = False) -> dict[str, Any]:
 def hidden(text: str) -> str:
     """The text without what may name a person or a machine: paths, this user, this host."""
     text = re.sub(r"""(['"])(?:~?/|[A-Za-z]:[\\/]|\\\\)[^'"]*\1""", _HIDDEN, text)
-    text = text.replace(str(Path.home()), _HIDDEN) if len(str(Path.home())) > 1 else text
+    home = os.path.expanduser("~")
+    text = text.replace(home, _HIDDEN) if len(home) > 1 else text
     text = re.sub(r"""(?<![\w/])(?:~?/|[A-Za-z]:[\\/]|\\\\)[^\s'":,;()]+""", _HIDDEN, text)
     for name, stands_for in ((_user(), "<user>"), (platform.node(), "<host>"), (platform.node().split(".")[0], "<host>")):
         if len(name) > 1:
@@ -117,19 +118,22 @@ def _torch() -> dict[str, Any]:
     """What torch says, asked in a process of its own: a broken one may take its process down."""
     # no module of the current folder stands in for torch
     code = "import json, sys; sys.path = [p for p in sys.path if p] + sys.argv[1:]; import deepdecode.env as env; "
-    command = [sys.executable, "-c", code + "print(json.dumps(env.ask_torch()))", str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", code + "print(env._ANSWER + json.dumps(env.ask_torch()))", str(Path(__file__).parents[1])]
     died: dict[str, Any] = {"works": False, "cuda": None, "gpus": [], "problems": []}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
         return died | {"problems": [f"torch does not start within {TORCH_SECONDS} s"]}
+    except OSError as error:
+        return died | {"problems": [f"torch was not asked: {error}"]}
     if done.returncode < 0:
         return died | {"problems": [f"torch does not start: its process died of signal {-done.returncode}"]}
-    if done.returncode:
+    # torch may print as it starts and ends
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if done.returncode or not answers:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return died | {"problems": [f"torch does not start: {last[:300]}"]}
-    # torch may print as it starts; ours is the last line
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(answers[-1].removeprefix(_ANSWER))
 
 
 def ask_torch() -> dict[str, Any]:
@@ -197,7 +201,9 @@ def _ptxas() -> str | None:
 
 def _tool(command: list[str]) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=TOOL_SECONDS).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=TOOL_SECONDS
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -27,7 +27,9 @@ _spec.loader.exec_module(tool)
 
 FAKE_TORCH = """
 from types import SimpleNamespace as N
+import atexit
 print("a banner that some builds print")
+atexit.register(print, "and a farewell")
 version = N(cuda="12.8")
 def properties(n):
     return N(name=["NVIDIA GeForce RTX 4090", "Quadro RTX 8000"][n], major=[8, 7][n], minor=[9, 5][n],
@@ -103,6 +105,7 @@ def test_the_reference_is_asked_for(torch_is, monkeypatch):
         ("raise OSError('libcudart.so.12: cannot open')", "torch does not start: OSError: libcudart.so.12: cannot open"),
         ("import os; os.abort()", "torch does not start: its process died of signal 6"),
         ("raise SystemExit(3)", "torch does not start: no message"),
+        ("import os; os._exit(0)", "torch does not start: no message"),
         ("", "torch does not start: AttributeError: module 'torch' has no attribute 'version'"),
         (
             FAKE_TORCH + "def no(n): raise RuntimeError('driver too old')\ncuda.get_device_properties = no",
@@ -114,7 +117,7 @@ def test_the_reference_is_asked_for(torch_is, monkeypatch):
         ),
         (FAKE_TORCH + "version.cuda = None", "torch is built without CUDA, so it runs on the CPU only"),
     ],
-    ids=["missing", "half", "library", "abort", "exit", "empty", "driver", "warning", "cpu"],
+    ids=["missing", "half", "library", "abort", "exit", "silent", "empty", "driver", "warning", "cpu"],
 )
 def test_torch_missing_or_broken(torch_is, capsys, source, problem):
     torch_is(source)
@@ -130,6 +133,19 @@ def test_torch_that_hangs(torch_is, monkeypatch):
     torch_is("import time; time.sleep(60)")
     monkeypatch.setattr(env, "TORCH_SECONDS", 1)
     assert read_env()["torch"]["problems"] == ["torch does not start within 1 s"]
+
+
+def test_nobody_at_home(torch_is, monkeypatch, capsys):
+    """A user without a home and a name, as in a container, and an interpreter that does not know where it is."""
+    torch_is("raise OSError('/opt/x.so')")
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4242)
+    assert main(["env"]) == 0
+    assert "\ntorch does not start: OSError: <path>\n" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    assert main(["env"]) == 0
+    assert "torch was not asked: [Errno 2] No such file or directory: <path>" in capsys.readouterr().out
 
 
 def test_the_real_torch():
