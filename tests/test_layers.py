@@ -22,7 +22,7 @@ MAY = {
     "checkpoint": {"checkpoint", "config", "model", "ops"},
     "inspect": {"checkpoint", "config", "cards", "kvcache"},
     "runner": {"config", "kvcache", "model", "ops"},
-    "text": set(),
+    "text": {"config"},
     "progress": set(),
     "distributed": {"model"},
     "tiny": {"checkpoint", "config"},
