@@ -1,10 +1,12 @@
 """The `deepdecode` command: every error in one sentence, no traceback unless asked."""
 
+import io
 import os
 import sys
 
 
 def main(argv: list[str] | None = None) -> int:
+    _open_streams()
     try:
         from deepdecode.cli import main as run
 
@@ -24,6 +26,14 @@ def main(argv: list[str] | None = None) -> int:
         if hint:
             print(f"\nhint: {hint}", file=sys.stderr)
         return 2
+
+
+def _open_streams() -> None:
+    """Where the caller closed stdout or stderr, what is printed goes nowhere; what stdout cannot spell becomes `?`."""
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

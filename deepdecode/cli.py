@@ -13,6 +13,8 @@ from typing import NoReturn
 from deepdecode import __version__
 from deepdecode.trace import cli as trace
 
+# sixteen bytes for each token of the longest context; a tokenizer takes some 300 bytes for each of these
+MAX_PROMPT_BYTES = 16 << 20
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -127,7 +129,17 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8", errors="replace")
+    """A prompt's text. What is no UTF-8 is replaced, and a file without an end (a device, a pipe) is not read to it."""
+    if name != "-":
+        with Path(name).open("rb") as file:
+            text = file.read(MAX_PROMPT_BYTES + 1)
+    elif sys.stdin is None:
+        raise ValueError("generate: --prompt-file - must find stdin open, got it closed")
+    else:
+        text = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(text) > MAX_PROMPT_BYTES:
+        raise ValueError(f"generate: --prompt-file {name} must be at most {MAX_PROMPT_BYTES} bytes, got more")
+    return text.decode("utf-8", "replace")
 
 
 def _inspect_arguments(p: argparse.ArgumentParser) -> None:

@@ -19,13 +19,25 @@ class Rank:
 
 
 def join(device: torch.device) -> Rank:
-    """Join the group that torchrun's environment names (NCCL on GPUs, gloo on CPUs); alone where it names none."""
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    """Join the group that torchrun's environment names (NCCL on GPUs, gloo on CPUs); alone where it names none.
+
+    Raises:
+        ValueError: the environment names no rank of a group.
+    """
+    size = _number("WORLD_SIZE", 1, 1 << 20, default="1")
+    rank = _number("RANK", 0, size - 1, default="0")
     if size == 1:
         return Rank(0, 1, ALONE)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
     return Rank(rank, size, Collectives(_all_reduce, _all_gather))
+
+
+def _number(name: str, low: int, high: int, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ValueError(f"distributed: {name} must be a number from {low} to {high}, got {text!r}")
+    return int(text)
 
 
 def leave() -> None:

@@ -84,6 +84,8 @@ def _check(request: Request) -> None:
         raise ValueError(f"generate: --cache must be one of {', '.join(FORMATS)}, got {request.cache}")
     if request.batch < 1:
         raise ValueError(f"generate: --batch must be >= 1, got {request.batch}")
+    if request.context is not None and request.context < 1:
+        raise ValueError(f"generate: --context must be >= 1, got {request.context}")
 
 
 def _announce(checkpoint: Checkpoint, max_len: int, slots: int, fmt: str) -> None:
@@ -122,7 +124,8 @@ def _run(
     try:
         for token in runner.generate(prompts, sampling):
             bar.end()
-            _count(clock)
+            if token.id is not None:
+                _count(clock)
             piece = _put(rows[token.row], token, sampling)
             if token.finish:
                 finish[token.row] = token.finish

@@ -16,7 +16,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. Row i draws with seed + i and its own positions, whatever the batch around it."""
+    """temperature 0 is greedy. Row i draws with seed + i (modulo 2**64) and its own positions, whatever the batch around it."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -31,6 +31,8 @@ class Sampling:
             raise ValueError(f"sampling: temperature must be >= 0 and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"sampling: seed must be a signed 64-bit integer, got {self.seed}")
 
 
 @dataclass
@@ -96,6 +98,8 @@ class Runner:
 
         Returns the last token's logits [vocab], or with `every` those of all tokens [T, vocab].
         """
+        if not len(ids):
+            raise ValueError("prefill: ids must have at least one token, got none")
         self.cache.reserve(slot, start + len(ids))
         logits = []
         for at in range(0, len(ids), self.prefill_chunk):
@@ -174,9 +178,10 @@ class Runner:
         B, device = len(batch), logits.device
         tokens = self.ops.sample(
             logits,
-            torch.full((B,), sampling.temperature, device=device),
-            torch.full((B,), sampling.top_p, device=device),
-            torch.tensor([sampling.seed + s.row for s in batch], device=device),
+            # float64: in float32 an accepted temperature or top_p could become 0 or infinite
+            torch.full((B,), sampling.temperature, dtype=torch.float64, device=device),
+            torch.full((B,), sampling.top_p, dtype=torch.float64, device=device),
+            torch.tensor([(sampling.seed + s.row + 2**63) % 2**64 - 2**63 for s in batch], device=device),
             torch.tensor([len(s.ids) for s in batch], device=device),
         ).tolist()
         for seq, token in zip(batch, tokens, strict=True):

@@ -4,7 +4,6 @@ It has every layer kind of V4-Flash and its head_dim, window and ratios, so that
 are random: what it prints means nothing.
 """
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -38,12 +37,25 @@ CONFIG = ModelConfig(
 
 
 def tiny_dir() -> Path:
-    """The folder of the embedded checkpoint, built if it is not there yet (a second or two)."""
-    cache = Path(os.environ.get("DEEPDECODE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepdecode")
-    folder = cache.expanduser() / f"tiny-{__version__}-{SEED}"
+    """The folder of the embedded checkpoint, built if it is not there yet (a second or two).
+
+    Raises:
+        ValueError: it is not there and cannot be built where it should be.
+    """
+    named = os.environ.get("DEEPDECODE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepdecode"
+    try:
+        folder = Path(named).expanduser() / f"tiny-{__version__}-{SEED}"
+    except RuntimeError:
+        raise ValueError("embedded model: DEEPDECODE_CACHE must name a folder where there is no home, got none") from None
     if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # writing is atomic: where two processes build it at once, the second finds the first one's, which is the same
-        with contextlib.suppress(FileExistsError):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
             write_checkpoint(folder, CONFIG, seeded_tensors(CONFIG, SEED, mtp=True), extra_files=[TOKENIZER])
+        except OSError as error:
+            # writing is atomic: where two processes build it at once, the second finds the first one's, which is the same
+            if not (folder / "config.json").is_file():
+                got = error.strerror or error
+                raise ValueError(
+                    f"embedded model: {folder} must be a folder that can be made, got: {got}; DEEPDECODE_CACHE names another"
+                ) from None
     return folder

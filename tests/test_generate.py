@@ -73,8 +73,95 @@ def test_prompts_from_files_and_stdin(capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("line one\nline two")
     rows = document(capsys, "--prompt-file", str(tmp_path / "p.txt"), "--max-new-tokens", "1")["rows"]
     assert [row["prompt"] for row in rows] == ["line one\nline two"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("line one\nline two"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"line one\nline two")))
     assert document(capsys, "--prompt-file", "-", "--max-new-tokens", "1")["rows"] == rows
+
+
+def test_extreme_sampling(capsys):
+    """What is accepted is drawn with as it stands: not rounded to greedy, infinite, or outside the seeds."""
+    greedy = document(capsys, "x = [", "--max-new-tokens", "3")["rows"][0]["ids"]
+    for options in (("1e-50",), ("1e-9",), ("1", "--top-p", "1e-50"), ("1", "--top-p", "1e-9")):
+        args = ("--max-new-tokens", "3", "--temperature", *options)
+        assert document(capsys, "x = [", *args)["rows"][0]["ids"] == greedy, options
+    last, first = str(2**63 - 1), str(-(2**63))
+    args = ("--max-new-tokens", "6", "--temperature", "1e39", "--seed")
+    second = document(capsys, "x = [", "x = [", *args, last)["rows"][1]["ids"]
+    assert second == document(capsys, "x = [", *args, first)["rows"][0]["ids"] != greedy * 2
+
+
+def test_no_new_tokens(capsys):
+    doc = document(capsys, "x", "--max-new-tokens", "0")
+    assert [(row["ids"], row["text"], row["finish"]) for row in doc["rows"]] == [([], "", "length")]
+    assert (doc["stats"]["generated_tokens"], doc["stats"]["tokens_per_s"]) == (0, None)
+
+
+def test_a_prompt_on_stdin_that_is_no_text(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\xfe\r\nb"), encoding="ascii"))
+    assert document(capsys, "--prompt-file", "-", "--max-new-tokens", "1")["rows"][0]["prompt"] == "a\ufffd\ufffd\r\nb"
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "--prompt-file", "-"]) == 2
+    assert "--prompt-file - must find stdin open, got it closed" in capsys.readouterr().err
+
+
+def test_a_terminal_that_cannot_spell(capsys, monkeypatch):
+    """Latin-1 has no Greek: a question mark stands for it, and nothing else is lost."""
+    args = ["generate", "xα", "yβ", "--max-new-tokens", "2"]
+    assert main(args) == 0
+    whole = capsys.readouterr().out
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert main(args) == 0
+    stdout.flush()
+    assert "=== 0: 'xα'" in whole
+    assert stdout.buffer.getvalue() == whole.encode("ascii", "replace")
+
+
+def test_closed_streams(monkeypatch, capsys):
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sys.{name}", None)
+            assert main(["generate", "x", "--max-new-tokens", "1"]) == 0
+            assert main(["generate"]) == 2
+        out, err = capsys.readouterr()
+        assert bool(out) == (name == "stderr")
+        assert ("there must be a prompt" in err) == (name == "stdout")
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"DEEPDECODE_CACHE": "/dev/null"}, "embedded model: /dev/null/tiny-"),
+        ({"DEEPDECODE_CACHE": "/proc/none"}, "must be a folder that can be made, got: No such file or directory"),
+        ({"WORLD_SIZE": "two"}, "distributed: WORLD_SIZE must be a number from 1 to 1048576, got 'two'"),
+        ({"WORLD_SIZE": "0"}, "distributed: WORLD_SIZE must be a number from 1 to 1048576, got '0'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "distributed: RANK must be a number from 0 to 1, got '2'"),
+    ],
+)
+def test_an_environment_that_cannot_be(monkeypatch, capsys, changes, want):
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", "x"]) == 2
+    assert want in capsys.readouterr().err
+
+
+def test_no_home(monkeypatch, capsys):
+    for name in ("DEEPDECODE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # a user that the machine does not know, as in a container
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert main(["generate", "x"]) == 2
+    assert "DEEPDECODE_CACHE must name a folder where there is no home, got none" in capsys.readouterr().err
+
+
+def test_a_cache_folder_that_is_something_else(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("DEEPDECODE_CACHE", str(tmp_path))
+    folder = tmp_path / f"tiny-{__version__}-4"
+    folder.mkdir()
+    (folder / "note.txt").write_text("mine")
+    assert main(["generate", "x"]) == 2
+    assert "must be a folder that can be made, got: " in (err := capsys.readouterr().err)
+    assert "must not exist or be an empty directory" in err
+    assert [p.name for p in folder.iterdir()] == ["note.txt"]
 
 
 def test_several_prompts_print_in_order(capsys):
@@ -102,6 +189,11 @@ def test_cache_formats_agree_on_a_short_prompt(capsys):
         (["x", "--batch", "0"], "--batch must be >= 1, got 0"),
         (["a b c d e f g h", "--context", "3"], "a prompt must have at most 3 tokens (the context), got"),
         (["x", "--context", "999999"], "max_len must be in [1, 16384] (the model's limit), got 999999"),
+        (["x", "--context", "0"], "--context must be >= 1, got 0"),
+        (["x", "--context", "-5"], "--context must be >= 1, got -5"),
+        (["x", "--seed", str(2**63)], "seed must be a signed 64-bit integer, got 9223372036854775808"),
+        (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero must be at most 16777216 bytes, got more"),
+        (["--prompt-file", "/"], "Is a directory: '/'"),
         (["x", "--checkpoint", "/nowhere"], "/nowhere"),
         (["x", "--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
     ],
