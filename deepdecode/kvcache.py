@@ -259,8 +259,8 @@ class KVCache:
                 on a GPU what max_len needs when decoding.
 
         Raises:
-            ValueError: an argument has another shape, dtype or device. Off the GPU also: a slot that nobody holds, a position
-                that is not reserved, a prefill step that is not consecutive, a width too small.
+            ValueError: an argument has another shape, dtype or device. Off the GPU also: a token outside the vocabulary, a slot
+                that nobody holds, a position that is not reserved, a prefill step that is not consecutive, a width too small.
         """
         device, ring, window = self.device, self.ring, self.config.window
         expect("step: tokens", tokens, ("T",), torch.int64, device)
@@ -270,8 +270,10 @@ class KVCache:
         expect("step: positions", positions, (T,), torch.int32, device)
         expect("step: slots", slots, (T,), torch.int32, device)
         if readable(positions):
-            self._check_step(positions, slots, prefill)
+            self._check_step(tokens, positions, slots, prefill)
         live = (slots >= 0) & (slots < self.slots)
+        # nothing that a padded row holds may fault, nor a wild id where nobody looks
+        tokens = torch.where(live, tokens, 0).clamp(0, self.config.vocab_size - 1)
         at, slot = torch.where(live, positions, 0).long(), torch.where(live, slots, 0).long()
 
         def ring_rows(slot: Tensor, position: Tensor) -> Tensor:
@@ -339,9 +341,12 @@ class KVCache:
             return need if width is None else width
         return self.block_tables.shape[1] * self.logical_page // 128 if width is None else width
 
-    def _check_step(self, positions: Tensor, slots: Tensor, prefill: bool) -> None:
+    def _check_step(self, tokens: Tensor, positions: Tensor, slots: Tensor, prefill: bool) -> None:
         live = slots != -1
-        used, at = slots[live].long(), positions[live].long()
+        ids, used, at = tokens[live], slots[live].long(), positions[live].long()
+        wrong = (ids < 0) | (ids >= self.config.vocab_size)
+        if wrong.any():
+            raise ValueError(f"step: tokens must be in [0, {self.config.vocab_size}), got {int(ids[wrong][0])}")
         wrong = (used < 0) | (used >= self.slots)
         wrong = wrong | (self._reserved[torch.where(wrong, 0, used)] == 0)
         if wrong.any():

@@ -90,7 +90,6 @@ class Runner:
         self.max_len, self.prefill_chunk, self.progress = max_len, prefill_chunk, progress
         self.device = weights.embed.device
         self.cache = KVCache(config, slots=slots, max_len=max_len, window_page=window_page, fmt=fmt, device=self.device)
-        self.slots = slots
 
     @torch.inference_mode()
     def prefill(self, slot: int, ids: Sequence[int], *, start: int = 0, every: bool = False) -> torch.Tensor:
@@ -135,13 +134,15 @@ class Runner:
 
         Raises:
             ValueError: a prompt is empty, does not fit the context, or has an id outside the vocabulary.
+            CacheFull: every slot is held outside this call.
         """
         self._check(prompts)
         waiting = [Row(row, list(ids), len(ids)) for row, ids in enumerate(prompts)]
         running: list[Row] = []
         try:
             while waiting or running:
-                while waiting and len(running) < self.slots:
+                # with nothing running, a prompt that finds all slots held by others is refused by acquire
+                while waiting and (self.cache.free_slots or not running):
                     seq = waiting.pop(0)
                     if sampling.max_new_tokens == 0:
                         yield Token(seq.row, None, "length")

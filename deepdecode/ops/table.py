@@ -117,7 +117,8 @@ class Step:
     A decode step has one token of each of T sequences; a prefill step has T consecutive tokens of one sequence.
     A padded row has slot -1: nothing of it is read or written, and its lengths are 0.
 
-    tokens: int64 [T]; positions: int32 [T]; slots: int32 [T], the sequence's slot in states and tables
+    tokens: int64 [T], in the vocabulary even where padded; positions: int32 [T]
+    slots: int32 [T], the sequence's slot in states and tables
     prefill: True: consecutive tokens of one sequence
     window_write: int32 [T], physical row of the token in the window cache (-1: not stored)
     window_indices, window_lens: int32 [T, window], [T]: rows of the window cache, oldest first, the token itself included.
