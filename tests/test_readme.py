@@ -1,5 +1,6 @@
 """README's paths exist, its commands and options are real, and its variables are read somewhere."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -57,3 +58,17 @@ def test_variables_are_read():
 
 def test_ci_runs_the_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_results_are_the_files():
+    """Every figure of README's results comes from results/; `python tools/readme_tables.py` writes them."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "tools" / "readme_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.written(text_of("README.md")) == text_of("README.md")
+
+
+def test_pictures_exist():
+    for page in PAGES:
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text_of(page)):
+            assert (ROOT / page).parent.joinpath(picture).exists(), f"{page}: {picture}"
