@@ -1,0 +1,85 @@
+"""Every kernel that a default plan can return, compiled for every arch: a stage of its own, since each takes seconds."""
+
+import re
+
+import pytest
+
+from deepdecode.bench.tune import SHAPES
+from deepdecode.cards import CARDS
+from deepdecode.kernels.attention_plan import Case, Config, plan
+from deepdecode.testing.compiled import SHARED_LIMIT, Compiled, compile_kernel
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+# bytes of a thread in local memory that stand, each with its reason; the contract allows 256
+SPILLS = {
+    # three roles share 504 registers a thread of each: kernel arguments that one role reads once wait in memory
+    ("wide", 64): 256,
+    # accumulators and one tile of raw words take 255: what is spilled is read once a tile
+    ("narrow", 8): 64,
+    ("narrow", 16): 256,
+    ("narrow", 32): 256,
+    ("mma", 8): 256,
+    ("mma", 16): 256,
+}
+
+
+def reachable(arch: int) -> list[tuple[str, Config]]:
+    """One config for each kernel shape that plans return on cards of this arch, over both forms, with and without splits."""
+    found = {}
+    for card in CARDS:
+        if card.arch != arch:
+            continue
+        for fmt in ("fp8_584", "bf16"):
+            for H in (8, 16, 32, 64, 128):
+                for T in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+                    for extra in (0, 512, 1024, 8192):
+                        config = plan(Case(T, H, 128, extra, fmt, fmt), card)
+                        found[fmt, config.kernel, config.block_h, config.block_n, config.splits > 1] = config
+    # the split form stands for both where both are reached: its epilogue is the longer one
+    return [(key[0], config) for key, config in sorted(found.items()) if key[4] or (*key[:4], True) not in found]
+
+
+CASES = [(arch, fmt, config) for arch in SHARED_LIMIT for fmt, config in reachable(arch)]
+
+
+def build(arch: int, fmt: str, config: Config) -> Compiled:
+    if config.kernel == "mma":
+        from deepdecode.kernels import attention as kernel
+
+        types, constants = kernel.compile_args(config, fmt)
+        return compile_kernel(kernel.split_kernel, types, constants, arch, num_warps=config.num_warps, num_stages=1)
+    from deepdecode.kernels import attention_sm90 as hopper
+
+    types, constants = hopper.compile_args(config)
+    function = hopper.narrow_kernel if config.kernel == "narrow" else hopper.wide_kernel
+    return compile_kernel(function, types, constants, arch, num_warps=config.num_warps)
+
+
+@pytest.mark.parametrize(
+    ("arch", "fmt", "config"), CASES, ids=[f"sm_{a}-{f}-{c.kernel}-{c.block_h}x{c.block_n}" for a, f, c in CASES]
+)
+def test_compiles_within_the_card(arch, fmt, config):
+    compiled = build(arch, fmt, config)
+    shape = (config.kernel, config.block_h, config.block_n, config.num_warps, fmt)
+    shared, per_sm = next(entry[5:] for entry in SHAPES if entry[:5] == shape)
+    assert compiled.shared <= SHARED_LIMIT[arch]
+    # the plan reckons with these: never more shared memory, never fewer programs on an SM by registers
+    assert compiled.shared <= shared
+    threads = config.num_warps * 32 * (3 if config.kernel == "wide" else 1)
+    assert 65536 // (compiled.registers * threads) >= min(per_sm, 2)
+    assert compiled.local <= SPILLS.get((config.kernel, config.block_h), 0)
+    sass = compiled.sass()
+    assert "HMMA" in sass or "HGMMA" in sass
+    assert re.search(r"ld\.global[.\w:]*\.v4|cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
+    assert "e4m3" not in compiled.ptx
+
+
+def test_every_arch_has_few_configs():
+    for arch in SHARED_LIMIT:
+        assert 2 <= sum(case[0] == arch for case in CASES) <= 8
