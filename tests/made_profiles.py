@@ -40,6 +40,7 @@ def kernel(name, category, ms, launches=43, blocks=None, precision=None, steps=8
         exclusive_ns=total,
         launches_per_step=launches,
         exclusive_per_step_ns=float(ns),
+        p50_step_ns=round(ns),
         p50_ns=one,
         min_ns=one,
         max_ns=one,

@@ -12,6 +12,7 @@ from made_profiles import profile
 from deepdecode.trace.advise import advise
 from deepdecode.trace.compare import compare
 from deepdecode.trace.findings import HEADER, append, entry
+from deepdecode.trace.model import TraceError
 from deepdecode.trace.report import advice_doc, comparison_doc
 
 HOSTILE = "</script><img src=x onerror=alert(1)>|`b`\n# heading\x1b[31m[/x] @user https://x.y [l](javascript:1)"
@@ -81,9 +82,9 @@ def test_two_writers_lose_nothing(tmp_path):
 
 
 def test_cannot_write(tmp_path):
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(TraceError, match=r"findings: .* must be a file that can be appended to, got Is a directory"):
         append(tmp_path, "## x\n")
     if os.geteuid():
         (tmp_path / "ro").touch(0o444)
-        with pytest.raises(PermissionError):
+        with pytest.raises(TraceError, match="got Permission denied"):
             append(tmp_path / "ro", "## x\n")

@@ -271,7 +271,7 @@ def test_graphs_recorded_whole_are_named_as_the_gap_they_are(tmp_path):
 def test_progress_reaches_the_end(tmp_path):
     seen = []
     for i in range(2):
-        (tmp_path / f"{i}.json").write_bytes(SOUND)
+        (tmp_path / f"{i}.json").write_bytes(SOUND.replace(b"k5", b"k%d" % i))
     load(tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (2 * len(SOUND), 2 * len(SOUND))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

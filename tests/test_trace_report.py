@@ -80,11 +80,11 @@ def test_page_is_one_offline_file(tmp_path):
 
 
 def test_page_replaces_whole_or_not_at_all(tmp_path):
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(TraceError, match=r"report: .*r\.html must be a file that can be written, got No such file"):
         html.write_html(tmp_path / "no" / "r.html", [pair()[0]], ["x"])
     target = tmp_path / "dir"
     target.mkdir()
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(TraceError, match=r"report: .*dir must be a regular file, got something else"):
         html.write_html(target, [pair()[0]], ["x"])
     assert [p.name for p in tmp_path.iterdir()] == ["dir"]
 

@@ -98,6 +98,12 @@ class Rules:
 
     def __init__(self, rules: tuple[tuple[Rule, tuple[tuple[_Term, ...], ...]], ...], label: str):
         self._rules = rules
+        # a name without the longest text that an alternative asks for is not looked at further
+        self._tests = [
+            (max((part for t in terms if not t.negated for part in t.parts), key=len), terms, rule)
+            for rule, alternatives in rules
+            for terms in alternatives
+        ]
         self.label = label  # "builtin", or the user's file before it
         self._known: dict[str, Rule] = {}
 
@@ -111,10 +117,9 @@ class Rules:
         return found
 
     def _match(self, name: str) -> Rule:
-        for rule, alternatives in self._rules:
-            for terms in alternatives:
-                if all(term.holds(name) for term in terms):
-                    return rule
+        for needle, terms, rule in self._tests:
+            if needle in name and all(term.holds(name) for term in terms):
+                return rule
         return UNKNOWN
 
 
@@ -133,12 +138,15 @@ def load_rules(path: str | Path | None = None) -> Rules:
     if path is None:
         return builtin()
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise TraceError(f"rules: {path} must be a regular file, got something else")
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as e:
         raise TraceError(f"rules: {path} must be a readable file, got {e.strerror}") from None
     if len(data) > MAX_BYTES:
-        raise TraceError(f"rules: {path} must be at most {MAX_BYTES >> 20} MB, got {len(data) >> 20} MB")
+        raise TraceError(f"rules: {path} must be at most {MAX_BYTES >> 20} MB, got more")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -134,6 +134,9 @@ def main(argv: list[str]) -> int:
         return int(stop.code or 0)
     if args.top < 1:
         raise Usage(f"{command}: --top must be >= 1, got {args.top}")
+    for option in ("html", "findings", "rules", "why"):
+        if getattr(args, option, None) == "":
+            raise Usage(f"{command}: --{option} must name something, got nothing")
     protect(args)
     return {"profile": run_profile, "compare": run_compare, "advise": run_advise}[command](args, argv)
 

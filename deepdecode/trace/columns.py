@@ -6,6 +6,7 @@ from deepdecode.trace.model import Gpu
 
 ROW, CALL = 11, 6  # columns of Collector.rows and .calls
 MAX_NAMES, MAX_NAME_CHARS, MAX_NAME = 100_000, 32 << 20, 8192  # distinct kernel names, all of them, one of them
+UNNAMED = "(unnamed)"
 OTHER_NAMES = "(names past the limit)"
 MAX_ANNOTATIONS, MAX_ANNOTATION = 200_000, 512
 MAX_NS = 1 << 61  # times beyond are damage
@@ -56,7 +57,7 @@ class Collector:
     def name_id(self, name: str | int | float | None) -> int:
         found = self.names.get(name) if type(name) is str else None
         if found is None:
-            name = clean(str(name)[:MAX_NAME])
+            name = UNNAMED if name is None or name == "" else clean(str(name)[:MAX_NAME])
             if name not in self.names:
                 self.name_chars += len(name)
                 if len(self.names) >= MAX_NAMES or self.name_chars > MAX_NAME_CHARS:

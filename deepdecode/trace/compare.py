@@ -262,7 +262,7 @@ def _kernel_rows(devices: Sequence[DeviceProfile | None]) -> tuple[Row, ...]:
 def _add(cell: Cell | None, kernel: Kernel, noise: float, busy: int) -> Cell:
     """Several raw names can share a normalised one. A kernel has no spread of its own: its category's stands in."""
     was = cell or Cell(0, 0, 0.0, 0.0)
-    ns = was.step_ns + round(kernel.exclusive_per_step_ns)
+    ns = was.step_ns + kernel.p50_step_ns
     return Cell(ns, round(noise * ns), was.launches + kernel.launches_per_step, was.share + kernel.exclusive_ns / busy)
 
 
@@ -478,12 +478,13 @@ def _moves(cats: Sequence[Row], kernels: Sequence[Row], before: int, after: int,
             new.setdefault(row.category, []).append(row)
     out = []
     for source, fall in falls.items():
-        for target, rise in rises.items():
-            arrived = min(rise, sum(_ns(row, after) for row in new.get(target, ())))
-            if source in gone and arrived >= MOVED * fall:
-                names = quote(short(gone[source][0].key)), quote(short(new[target][0].key))
-                text = f"{CATEGORIES.get(source, source)} lost {ms(fall)} ms a step ({names[0]} is gone) while new kernels in "
-                out.append(f"{text}{CATEGORIES.get(target, target)} ({names[1]}) take {ms(arrived)} ms: work may have moved")
+        arrivals = {key: min(rise, sum(_ns(row, after) for row in new.get(key, ()))) for key, rise in rises.items()}
+        target = max(arrivals, key=lambda key: arrivals[key], default=None)
+        if target is not None and source in gone and arrivals[target] >= MOVED * fall:
+            names = quote(short(gone[source][0].key)), quote(short(new[target][0].key))
+            text = f"{CATEGORIES.get(source, source)} lost {ms(fall)} ms a step ({names[0]} is gone) while new kernels in "
+            arrived = f"{CATEGORIES.get(target, target)} ({names[1]}) take {ms(arrivals[target])} ms"
+            out.append(f"{text}{arrived}: work may have moved")
     return out
 
 

@@ -1,11 +1,12 @@
 """The one writer of PROFILE_FINDINGS.md: entries are appended whole, what stands there is never read back or rewritten."""
 
 import os
+import stat
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from deepdecode.trace.model import Profile
+from deepdecode.trace.model import Profile, TraceError
 from deepdecode.trace.render import Code, Doc, Table, code_span, markdown
 
 try:
@@ -58,11 +59,20 @@ def append(path: str | Path, text: str) -> None:
     """Append one entry under an exclusive lock, with one write; a new file gets its heading first.
 
     Raises:
-        OSError: the file cannot be written; nothing was appended.
+        TraceError: this is no regular file, or it cannot be written.
     """
+    try:
+        _append(path, text)
+    except OSError as e:
+        raise TraceError(f"findings: {path} must be a file that can be appended to, got {e.strerror}") from None
+
+
+def _append(path: str | Path, text: str) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     fd = os.open(path, flags, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise TraceError(f"findings: {path} must be a regular file, got something else")
         if fcntl:
             fcntl.flock(fd, fcntl.LOCK_EX)
         size = os.fstat(fd).st_size

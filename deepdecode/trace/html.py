@@ -75,15 +75,23 @@ def write_html(
     comparison: Comparison | None = None,
     advice: Advice | None = None,
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the page, whole or not at all; a link is followed.
 
     Raises:
-        TraceError: jinja2 is not installed.
-        OSError: the file cannot be written.
+        TraceError: jinja2 is not installed, or the file cannot be written.
     """
+    # replacing a device would delete it
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise TraceError(f"report: {path} must be a regular file, got something else")
     text = page(profiles, labels, comparison, advice)
-    path = Path(path)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        _replace(Path(os.path.realpath(path)), text)
+    except OSError as e:
+        raise TraceError(f"report: {path} must be a file that can be written, got {e.strerror}") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".part")
     try:
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
@@ -262,7 +270,7 @@ def _kernel_rows(profiles: Sequence[Profile]) -> list[dict]:
         for kernel in dev.kernel_rows if dev else ():
             if kernel.window_count:
                 row = found.setdefault((kernel.name, kernel.category), [(0.0, 0.0, 0)] * len(profiles))
-                row[i] = (kernel.exclusive_per_step_ns / 1e6, kernel.launches_per_step, kernel.p50_ns)
+                row[i] = (kernel.p50_step_ns / 1e6, kernel.launches_per_step, kernel.p50_ns)
     ranked = sorted(found.items(), key=lambda item: -max(value[0] for value in item[1]))[:MAX_KERNELS]
     return [
         {"name": clean(name), "category": category, "values": values, "change": values[-1][0] - values[0][0]}

@@ -1,7 +1,9 @@
 """One door for every trace: a Kineto file, an Nsight Systems export, an nsys stats CSV, or a folder of ranks."""
 
+import filecmp
 import gzip
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +14,19 @@ from deepdecode.trace.columns import CALL, HINT, MAX_NAMES, OTHER_NAMES, ROW, Co
 from deepdecode.trace.model import KERNEL, Annotation, Gpu, Health, Launches, Source, Table, Trace, TraceError
 from deepdecode.trace.stream import Progress
 
+# what a file begins with -> what it is; none of these is read
+PACKED = {
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "a gzip file inside a gzip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ\0": "an xz file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+}
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".csv", ".csv.gz")
-MAX_FILES = 1024
-OVERRUN_NS = 50_000_000  # an activity that outlives its fourth successor by more than this cannot be right
+MAX_FILES, MAX_GPUS = 1024, 2048
+# an activity that outlives its fourth successor, or its next, by more than this cannot be right
+OVERRUNS = ((4, 50_000_000), (1, 10_000_000_000))
 
 
 def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Trace:
@@ -29,15 +41,18 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
             with a note.
     """
     path = Path(path)
-    files = _files(path)
-    total = sum(f.stat().st_size for f in files)
     into = Collector()
+    files = _distinct(_files(path), into)
+    total = sum(f.stat().st_size for f in files)
     sources: list[Source] = []
     for i, file in enumerate(files):
         done = sum(s.bytes for s in sources)
         before = len(into.rows)
         try:
-            sources.append(_read(file, i, into, progress and partial(_report, progress, done, total)))
+            try:
+                sources.append(_read(file, i, into, progress and partial(_report, progress, done, total)))
+            except OSError as e:
+                raise TraceError(f"{file}: file must be readable, got {e.strerror or e}") from None
         except TraceError as e:
             # a folder of ranks may hold other files; one that was read in part is no such file
             if len(files) == 1 or len(into.rows) > before:
@@ -69,6 +84,28 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
+def _distinct(files: list[Path], into: Collector) -> list[Path]:
+    """Without copies: a rank that lies in a folder twice is one timeline."""
+    by_size: dict[int, list[Path]] = {}
+    for file in files:
+        by_size.setdefault(file.stat().st_size, []).append(file)
+    copies: dict[Path, Path] = {}
+    for alike in by_size.values():
+        for i, file in enumerate(alike):
+            first = next((one for one in alike[:i] if one not in copies and _same_bytes(one, file)), None)
+            if first:
+                copies[file] = first
+                into.notes.append(f"skipped {file.name}: it holds the same bytes as {first.name}")
+    return [file for file in files if file not in copies]
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:  # reading it will say why
+        return False
+
+
 def _read(path: Path, process: int, into: Collector, progress: Progress | None) -> Source:
     with open(path, "rb") as file:
         start = file.read(512)
@@ -85,11 +122,17 @@ def _read(path: Path, process: int, into: Collector, progress: Progress | None) 
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith((b"{", b"[")) or not text:
         return kineto.read(path, process, into, progress)
-    if start.startswith((b"PK\x03\x04", b"QDSTRM", b"NVTXT")) or path.suffix == ".nsys-rep":
+    if start.startswith((b"QDSTRM", b"NVTXT")) or path.suffix == ".nsys-rep":
         raise TraceError(
             f"{path}: file must be an export, got a raw report",
             f"run `nsys export --type sqlite {path.name}` and give the .sqlite file",
         )
+    packed = next((what for magic, what in PACKED.items() if start.startswith(magic)), None)
+    packed = packed or ("a tar archive" if start[257:262] == b"ustar" else None)
+    if packed:
+        raise TraceError(f"{path}: file must be a profiler trace, got {packed}", "unpack it and give the trace in it")
+    if start.startswith(UTF16):
+        raise TraceError(f"{path}: file must be UTF-8, got UTF-16", "redirect as UTF-8: PowerShell writes UTF-16 by itself")
     if b"\0" in start:
         raise TraceError(f"{path}: file must be a profiler trace, got binary data", HINT)
     return nsys_csv.read(path, process, into, progress)
@@ -102,6 +145,11 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
     if not into.events:
         got = f"{into.bad} that are all damaged" if into.bad else "none"
         raise TraceError(f"{sources[0].path}: file must hold trace events, got {got}", HINT)
+    if into.impossible and not len(rows):
+        raise TraceError(f"{sources[0].path}: GPU activities must have times, got {into.impossible} without a possible one")
+    if again := sorted(r for r, n in Counter(r for r in into.ranks if r is not None).items() if n > 1):
+        which = ", ".join(map(str, again[:8]))
+        into.notes.append(f"more than one file says that it is rank {which}: each counts as a timeline of its own")
     shift = _shift(into)  # [processes]
     start = rows[:, 3] + shift[rows[:, 1]]
     call_start = calls[:, 2] + shift[calls[:, 0]]
@@ -165,6 +213,8 @@ def _gpus(into: Collector, rows: np.ndarray) -> tuple[tuple[Gpu, ...], np.ndarra
     files = np.array(into.file_of, np.int64)[rows[:, 1]]
     devices, device_of = np.unique(rows[:, 0], return_inverse=True)
     distinct, first, index = np.unique(files * len(devices) + device_of, return_index=True, return_inverse=True)
+    if len(distinct) > MAX_GPUS:
+        raise TraceError(f"trace: devices must be at most {MAX_GPUS}, got {len(distinct)}", "their ids are likely damaged")
     gpus = []
     for key, at in zip(distinct.tolist(), first.tolist(), strict=True):
         file, device = key // len(devices), int(devices[key % len(devices)])
@@ -182,19 +232,20 @@ def _by_stream(gpu: np.ndarray, stream: np.ndarray, start: np.ndarray) -> np.nda
 
 
 def _clip_overruns(gpu: np.ndarray, stream: np.ndarray, start: np.ndarray, dur: np.ndarray) -> int:
-    """End an activity at its successor's start, in place, where its fourth successor begins long before its end.
+    """End an activity at its successor's start, in place, where a successor begins long before its end.
 
     A stream runs in order; programmatic dependent launch lets neighbours overlap, by microseconds.
     """
-    if len(start) < 5:
-        return 0
     order = _by_stream(gpu, stream, start)
     g, s, t = gpu[order], stream[order], start[order]
-    same = (g[4:] == g[:-4]) & (s[4:] == s[:-4])
-    over = same & (t[:-4] + dur[order[:-4]] > t[4:] + OVERRUN_NS)
-    at = np.flatnonzero(over)
-    dur[order[at]] = t[at + 1] - t[at]
-    return len(at)
+    clipped = 0
+    for ahead, slack in OVERRUNS:
+        if len(start) > ahead:
+            same = (g[ahead:] == g[:-ahead]) & (s[ahead:] == s[:-ahead])
+            at = np.flatnonzero(same & (t[:-ahead] + dur[order[:-ahead]] > t[ahead:] + slack))
+            dur[order[at]] = t[at + 1] - t[at]
+            clipped += len(at)
+    return clipped
 
 
 def _overlapping(table: Table) -> int:

@@ -203,7 +203,8 @@ class Kernel:
     window_sum_ns: int
     exclusive_ns: int
     launches_per_step: float
-    exclusive_per_step_ns: float
+    exclusive_per_step_ns: float  # the mean
+    p50_step_ns: int  # the median over all counted steps, 0 where fewer than half have it
     p50_ns: int
     min_ns: int
     max_ns: int

@@ -28,6 +28,7 @@ from deepdecode.trace.stream import Progress, Stream
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 BATCH = 20_000
+MAX_PROCESSES = 2048
 MAX_UNPACKED = 8 << 30  # of a .gz, into the temporary folder
 SECONDS, SECONDS_PER_MB = 20.0, 0.2  # a sound export reads at 20 MB/s and more
 
@@ -46,12 +47,30 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
     return source
 
 
+def _sane(times: np.ndarray) -> np.ndarray:
+    return (times > -MAX_NS) & (times < MAX_NS)  # np.abs(-2**63) is negative
+
+
+def _closed(path: Path) -> None:
+    """Refuse an export with changes that only its log holds: an immutable reader sees the pages before them."""
+    for suffix, started in (("-wal", b""), ("-journal", b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7")):
+        log = Path(f"{path}{suffix}")
+        if log.is_file():
+            with open(log, "rb") as file:
+                if (head := file.read(8)) and head.startswith(started):
+                    raise TraceError(
+                        f"{path}: export must be complete, got changes that wait in {log.name}",
+                        "let its writer finish, or close it: `sqlite3 EXPORT 'PRAGMA wal_checkpoint(TRUNCATE)'`",
+                    )
+
+
 @contextmanager
 def _unpacked(path: Path, progress: Progress | None) -> Iterator[tuple[Path, Source]]:
     stream = Stream(path, progress)
     with open(path, "rb") as f:
         packed = f.read(2) == b"\x1f\x8b"
     if not packed:
+        _closed(path.resolve())
         for _ in stream:
             pass
         yield path, Source(str(path), stream.sha256, "nsys-sqlite", stream.size)
@@ -131,8 +150,8 @@ class _Export:
     def process(self, file: int, pids: np.ndarray, into: Collector) -> np.ndarray:
         """globalPid, or a globalTid with its thread bits cleared -> the collector's process numbers."""
         distinct, index = np.unique(pids & ~0xFFFFFF, return_inverse=True)
-        if len(self.processes) + len(distinct) > 65536:
-            raise TraceError(f"{self.path}: export must come from at most 65536 processes, got more")
+        if len(self.processes) + len(distinct) > MAX_PROCESSES:
+            raise TraceError(f"{self.path}: export must come from at most {MAX_PROCESSES} processes, got more")
         for pid in distinct.tolist():
             if pid not in self.processes:
                 self.processes[pid] = into.process(file)
@@ -155,7 +174,7 @@ class _Export:
         for rows in self.select(table, wanted, where):
             read += len(rows)
             start, end = rows[:, 0], rows[:, 1]
-            sane = (np.abs(start) < MAX_NS) & (np.abs(end) < MAX_NS)
+            sane = _sane(start) & _sane(end)
             into.impossible += int((~sane).sum())
             rows = rows[sane]
             start, dur = rows[:, 0], rows[:, 1] - rows[:, 0]
@@ -167,7 +186,7 @@ class _Export:
             out[:, 3] = start
             out[:, 4] = np.maximum(dur, 0)
             out[:, 5] = [names.get(i, -1) for i in rows[:, 11].tolist()]
-            out[out[:, 5] < 0, 5] = into.name_id("(unnamed)") if (out[:, 5] < 0).any() else 0
+            out[out[:, 5] < 0, 5] = into.name_id(None) if (out[:, 5] < 0).any() else 0
             out[:, 6] = kind
             out[:, 7] = rows[:, 4]
             out[:, 8] = np.where(rows[:, 6] > 0, rows[:, 6], -1)
@@ -189,7 +208,7 @@ class _Export:
             f"SELECT id, substr(CAST(value AS TEXT), 1, {MAX_NAME}) FROM StringIds"
             f' WHERE id IN (SELECT DISTINCT CAST("{title}" AS INTEGER) FROM "{table}")'
         )
-        return {i: into.name_id(value or "(unnamed)") for i, value in self.sql.execute(query) if type(i) is int}
+        return {i: into.name_id(value) for i, value in self.sql.execute(query) if type(i) is int}
 
     def _launches(self, file: int, into: Collector) -> None:
         table = PREFIX + "RUNTIME"
@@ -201,7 +220,7 @@ class _Export:
         wanted = {"start": "0", "end": "0", "correlationId": "-1", "globalTid": "0", "nameId": "0"}
         for rows in self.select(table, wanted):
             into.events += len(rows)
-            rows = rows[(np.abs(rows[:, 0]) < MAX_NS) & (np.abs(rows[:, 1]) < MAX_NS)]
+            rows = rows[_sane(rows[:, 0]) & _sane(rows[:, 1])]
             process = self.process(file, rows[:, 3], into)
             for p in np.unique(process).tolist():
                 into.runtime[p].frombytes(rows[process == p, 2].tobytes())

@@ -26,6 +26,10 @@ HEADERS = {
     "z": ("GrdZ",),
 }
 _HEADER = re.compile(r"^(?P<word>[^()]*?)\s*(?:\((?P<unit>[^()]*)\))?$")
+# a comma may only group digits: "0,5" in a locale of decimal commas would otherwise be read as 5
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{0,30})(?P<rest>(?:\.[0-9]{0,30})?(?:[eE][-+]?[0-9]{1,3})?)"
+)
 _DEVICE = re.compile(r"^(?P<name>.*?)\s*\((?P<id>\d{1,4})\)$")
 HINT = "write it with `nsys stats --report cuda_gpu_trace --format csv`"
 
@@ -35,9 +39,10 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
     stream = Stream(path, progress)
     process = into.process(file)
     lines = _lines(stream, path)
-    columns = None
+    columns, mark = None, ","
     for _, line in zip(range(200), lines, strict=False):
-        columns = _columns(line, path)
+        mark = max(",;\t", key=line.count)
+        columns = _columns(line, mark, path)
         if columns:
             break
     if not columns:
@@ -48,7 +53,7 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
         if not line.strip():
             continue
         try:
-            _row(next(csv.reader([line], strict=True)), columns, file, process, into)
+            _row(next(csv.reader([line], delimiter=mark, strict=True)), columns, file, process, into)
         except (ValueError, OverflowError, IndexError, csv.Error, StopIteration):
             into.bad += 1
     into.truncated |= stream.truncated
@@ -67,10 +72,10 @@ def _lines(stream: Stream, path: Path) -> Iterator[str]:
     yield rest.decode("utf-8", "replace").rstrip("\r")
 
 
-def _columns(line: str, path: Path) -> dict[str, tuple[int, int]] | None:
+def _columns(line: str, mark: str, path: Path) -> dict[str, tuple[int, int]] | None:
     """Our word -> (position, nanoseconds in its unit), or None where the line is no header."""
     try:
-        cells = next(csv.reader(io.StringIO(line.lstrip("\ufeff"))))
+        cells = next(csv.reader(io.StringIO(line.lstrip("\ufeff")), delimiter=mark))
     except (csv.Error, StopIteration):
         return None
     found: dict[str, tuple[int, int]] = {}
@@ -79,8 +84,11 @@ def _columns(line: str, path: Path) -> dict[str, tuple[int, int]] | None:
         if match := _HEADER.match(cell.strip()):
             words.add(match["word"])
             for ours, theirs in HEADERS.items():
-                if match["word"] in theirs:
-                    found[ours] = (i, UNITS.get(match["unit"] or "ns", 1))
+                if match["word"] in theirs and ours not in found:
+                    unit = match["unit"] or "ns"
+                    if ours in ("start", "dur") and unit not in UNITS:
+                        raise TraceError(f"{path}: {match['word']} must be in one of {', '.join(UNITS)}, got {unit}")
+                    found[ours] = (i, UNITS.get(unit, 1))
     if {"Total Time", "Instances", "Name"} <= words:
         raise TraceError(f"{path}: CSV must list single kernels, got a summary without their times", HINT)
     return found if {"start", "dur", "name"} <= set(found) else None
@@ -92,9 +100,11 @@ def _row(cells: list[str], columns: dict[str, tuple[int, int]], file: int, proce
         return cells[at[0]].strip() if at else ""
 
     def time(word: str) -> int:
-        value = cell(word).replace(",", "")
-        unit = columns[word][1]
-        ns = int(value) * unit if value.lstrip("-").isdigit() else round(float(value) * unit)
+        match, unit = _NUMBER.fullmatch(cell(word)), columns[word][1]
+        if not match:
+            raise ValueError
+        value = match["sign"] + match["whole"].replace(",", "") + match["rest"]
+        ns = round(float(value) * unit) if match["rest"] else int(value) * unit
         if abs(ns) >= MAX_NS:
             raise ValueError
         return ns

@@ -160,7 +160,10 @@ def _device(
     known = (launch >= 0) & is_kernel
     graph_share = float((graph & is_kernel).sum() / known.sum()) if known.any() else 0.0
     per_step_graphs = float(np.median(graph_launches))
-    kernel_rows = _kernel_rows(table, rows, group, names, placed, keys, exclusive, window_count, window_sum, n_steps, dur)
+    per_step = _medians(group[sums.row], sums.step, sums.exclusive_ns, n_groups, n_steps)
+    kernel_rows = _kernel_rows(
+        table, rows, group, names, placed, keys, exclusive, per_step, window_count, window_sum, n_steps, dur
+    )
     device = DeviceProfile(
         device=gpu.device,
         process=gpu.process,
@@ -199,6 +202,18 @@ def _sums(group: np.ndarray, values: np.ndarray, groups: int) -> np.ndarray:
     return out
 
 
+def _medians(group: np.ndarray, step: np.ndarray, values: np.ndarray, groups: int, steps: int) -> np.ndarray:
+    """[groups] lower median over all steps of a group's sum in each; a step without the group counts as 0."""
+    cells, index = np.unique(group.astype(np.int64) * steps + step, return_inverse=True)
+    totals = _sums(index.reshape(-1), values, len(cells))
+    of = cells // steps
+    totals = totals[np.lexsort((totals, of))]
+    count = np.bincount(of, minlength=groups)
+    at = (steps - 1) // 2 - (steps - count)  # among the steps that have it, the others being smaller
+    begin = np.cumsum(count) - count
+    return np.where(at >= 0, totals[np.minimum(begin + at, max(0, len(totals) - 1))] if len(totals) else 0, 0)
+
+
 def _graph_mode(known: bool, share: float, per_step: float) -> str:
     if not known:
         return "unknown"
@@ -208,7 +223,7 @@ def _graph_mode(known: bool, share: float, per_step: float) -> str:
 
 
 def _kernel_rows(
-    table, rows, group, names, placed, keys, exclusive, window_count, window_sum, n_steps, dur
+    table, rows, group, names, placed, keys, exclusive, per_step, window_count, window_sum, n_steps, dur
 ) -> tuple[Kernel, ...]:
     n = len(keys)
     count = np.bincount(group, minlength=n)
@@ -229,6 +244,7 @@ def _kernel_rows(
             exclusive_ns=int(exclusive[i]),
             launches_per_step=float(window_count[i] / n_steps),
             exclusive_per_step_ns=float(exclusive[i] / n_steps),
+            p50_step_ns=int(per_step[i]),
             p50_ns=int(p50[i]),
             min_ns=int(least[i]),
             max_ns=int(most[i]),

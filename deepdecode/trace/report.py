@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Source
 from deepdecode.trace.render import (
@@ -100,7 +101,8 @@ def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
     wall = f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)})"
     idle = f"idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})"
     sums = f"sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms"
-    graphs = f"{count(dev.graph_launches_per_step)} graph launches ({dev.graph_mode})"
+    replays = count(dev.graph_launches_per_step)
+    graphs = f"{replays} graph launch{'es' * (replays != '1')} ({dev.graph_mode})"
     items = [
         f"{steps.count} by {quote(steps.signal)}; {agree}",
         f"{wall}; busy p50 {ms(steps.p50_busy_ns)} ms",
@@ -130,7 +132,8 @@ def _category_table(dev: DeviceProfile) -> Table:
 
 
 def _idle_per_step(dev: DeviceProfile) -> float:
-    return dev.idle_ns / max(1, dev.steps.count)
+    """The median, as that of the categories above it."""
+    return float(np.median([step.wall_ns - step.busy_ns for step in dev.steps.items]))
 
 
 def _kernel_table(dev: DeviceProfile, top: int) -> Table:
@@ -139,7 +142,7 @@ def _kernel_table(dev: DeviceProfile, top: int) -> Table:
         (
             short(kernel.name),
             category_name(kernel.category),
-            ms(kernel.exclusive_per_step_ns),
+            ms(kernel.p50_step_ns),
             percent(_part(kernel.exclusive_ns, dev.busy_ns)),
             count(kernel.launches_per_step),
             f"{kernel.p50_ns / 1e3:.2f}",

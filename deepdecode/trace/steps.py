@@ -20,6 +20,7 @@ SIGNALS = (
     "per layer",
 )
 SUPPORT = ("once per step", "per layer")
+NESTED = 10  # a range that sticks out of the one before it by less than a tenth lies inside it
 EDGE = 0.2  # an edge step whose kernel count is this far from the median was cut by the capture
 
 # SGLang's step[DECODE bs=16], and decode[bs=16 ...]
@@ -157,10 +158,11 @@ def _families(trace: Trace, rows: np.ndarray) -> dict[str, list[tuple[Annotation
     reach: dict[tuple[str, bool], int] = {}
     for a in trace.annotations:  # in order of start, the longer first
         if a.process in processes and (named := family(a.name)):
-            key = (named[0], a.gpu)
-            if a.start_ns >= reach.get(key, a.start_ns):
+            key, end = (named[0], a.gpu), a.start_ns + a.dur_ns
+            # neighbours overlap by a rounded microsecond, or because the next step is prepared early; what is inside is nested
+            if NESTED * (end - reach.get(key, a.start_ns)) >= a.dur_ns:
                 found.setdefault(key, []).append((a, named[1]))
-                reach[key] = a.start_ns + a.dur_ns
+                reach[key] = end
     return {name: found.get((name, False)) or found[name, True] for name, _ in found}
 
 
@@ -214,9 +216,10 @@ def _sampling_steps(trace: Trace, rows: np.ndarray, start: np.ndarray, end: np.n
     picked = np.flatnonzero(sampling)
     if not len(picked):
         return np.zeros(0, np.int64)
-    names = np.unique(trace.table.name[rows[picked]])
-    spent = np.array([trace.table.dur_ns[rows[picked]][trace.table.name[rows[picked]] == n].sum() for n in names])
-    marker = picked[trace.table.name[rows[picked]] == names[np.argmax(spent)]]
+    names, index = np.unique(trace.table.name[rows[picked]], return_inverse=True)
+    spent = np.zeros(len(names), np.int64)
+    np.add.at(spent, index.reshape(-1), trace.table.dur_ns[rows[picked]])
+    marker = picked[index.reshape(-1) == np.argmax(spent)]
     after = np.searchsorted(start, end[marker], "left")
     # the last sampler's followers, if any, are the tail of its own step
     follow = after[:-1][after[:-1] < len(start)]
