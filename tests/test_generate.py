@@ -248,6 +248,16 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated():
     assert "Traceback" not in err
 
 
+def test_no_compiler_is_loaded():
+    """Whoever decodes does not compile: torch._dynamo alone takes two seconds and 150 MB."""
+    tiny_dir()
+    code = "import sys, deepdecode.__main__ as d; d.main(['generate', 'x', '--max-new-tokens', '2']); print([*sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'deepdecode.ops.attention'" in out
+    assert "'torch._dynamo'" not in out
+    assert "'triton'" not in out
+
+
 def test_a_reader_that_leaves_is_no_error():
     with process("generate", "x", "--max-new-tokens", "400", "--ignore-eos") as running:
         running.stdout.read(2)

@@ -208,14 +208,16 @@ def _sparse_attn(
     lse = wide(q).new_empty(T, H) if return_lse else None
     if T:
         extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
-        _attend_caches(
+        # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB
+        plain = type(q) is Tensor and readable(q) and not torch.compiler.is_compiling()
+        attend = _attend_caches if plain else _attend_op
+        attend(
             q, window.data, window.page_size, window.fmt, window_indices, window_lens, *extras, extra_indices, extra_lens,
             sink, scale, deterministic, out, lse, workspace,
         )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
-@torch.library.custom_op("deepdecode::sparse_attn", mutates_args=("out", "lse", "workspace"))
 def _attend_caches(
     q: Tensor,
     window: Tensor,
@@ -255,7 +257,10 @@ def _attend_caches(
         lse.copy_(result_lse)
 
 
-@_attend_caches.register_fake
+_attend_op = torch.library.custom_op("deepdecode::sparse_attn", _attend_caches, mutates_args=("out", "lse", "workspace"))
+
+
+@_attend_op.register_fake
 def _(*args, **kwargs) -> None:
     return None
 
