@@ -532,6 +532,51 @@ def test_write_is_all_or_nothing(tmp_path):
     assert {file.name: file.read_bytes() for file in (tmp_path / "d").iterdir()} == before
 
 
+def test_interrupted_anywhere_the_target_is_whole_or_absent(tmp_path, monkeypatch):
+    """Ctrl-C at the n-th sync, for every n: after each file, after the folder, and after it got its name."""
+    real, left = os.fsync, 0
+
+    def fsync(handle):
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    want, outcomes = seeded_model(TINY, 0), []
+    for n in range(100):
+        left, target = n, tmp_path / f"c{n}"
+        try:
+            write_checkpoint(target, TINY, seeded_tensors(TINY, 0), shard_bytes=20000)
+        except KeyboardInterrupt:
+            outcomes.append(target.exists())
+        else:
+            break
+        if target.exists():
+            assert_same(load_model(target), want)
+        assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    shards = len(list((tmp_path / f"c{n}").glob("*.safetensors")))
+    # shards, index and config.json; the folder; its parent, when it has its name
+    assert outcomes == [False] * (shards + 2) + [False, True]
+    assert shards > 2
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (1, 1000, 30_000, 60_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert list(tmp_path.iterdir()) == [], limit
+    write_checkpoint(tmp_path / "c", TINY, seeded_tensors(TINY, 0))
+    assert_same(load_model(tmp_path / "c"), seeded_model(TINY, 0))
+
+
 def test_two_writers_at_once(tmp_path):
     def meanwhile():
         yield from seeded_tensors(TINY, 1)
