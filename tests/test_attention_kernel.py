@@ -101,3 +101,12 @@ def test_a_nan_scale_is_a_nan_row():
     out, _ = run(broken, config(broken, 2))
     named = (inputs.window_indices == row).any(dim=1)
     assert out.isnan().any(dim=(1, 2)).tolist() == named.tolist()
+
+
+def test_more_tokens_than_a_grid_holds_are_launched_in_parts(monkeypatch):
+    inputs = corners("cpu", torch.float32)["random lengths and holes"]
+    want, want_lse = run(inputs, config(inputs, 2))
+    monkeypatch.setattr(kernel, "MAX_TOKENS", 2)
+    out, lse = run(inputs, config(inputs, 2))
+    assert same_bits(out, want)
+    assert same_bits(lse, want_lse)

@@ -20,6 +20,8 @@ from deepdecode.kernels.attention_plan import Config, workspace_layout
 from deepdecode.ops.rows import PagedRows
 
 LOG2E = 1.4426950408889634
+# a grid's second and third dimension
+MAX_TOKENS = 65535
 
 
 @triton.jit
@@ -427,6 +429,16 @@ def launch(
 ) -> None:
     """Fill out and lse; `deepdecode.ops.attention` has checked the arguments, and T > 0. Allocates only a missing workspace."""
     T, H, _ = q.shape
+    if T > MAX_TOKENS:
+        for begin in range(0, T, MAX_TOKENS):
+            part = slice(begin, begin + MAX_TOKENS)
+            more = (None, None, None) if extra_indices is None else (extra, extra_indices[part], extra_lens[part])
+            launch(
+                q[part], window, window_indices[part], window_lens[part], *more,
+                sink=sink, scale=scale, out=out[part], lse=None if lse is None else lse[part],
+                workspace=workspace, config=config,
+            )  # fmt: skip
+        return
     if extra is None or extra_indices is None or extra_lens is None:
         extra, extra_indices, extra_lens, extra_keys = window, window_indices, window_lens, 0
     else:

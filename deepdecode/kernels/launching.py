@@ -51,10 +51,12 @@ def attend(
     if workspace is not None and need and (workspace.numel() < need or workspace.data_ptr() % 16):
         got = f"{workspace.numel()} at address {workspace.data_ptr():#x}"
         raise ValueError(f"sparse_attn: workspace must be at least {need} bytes from a multiple of 16, got {got}")
-    attention.launch(
-        q, window, window_indices, window_lens, extra, extra_indices, extra_lens,
-        sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, config=config,
-    )  # fmt: skip
+    # Triton launches on the current device
+    with torch.cuda.device(q.device):
+        attention.launch(
+            q, window, window_indices, window_lens, extra, extra_indices, extra_lens,
+            sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, config=config,
+        )  # fmt: skip
     return None
 
 
@@ -95,11 +97,12 @@ def warmup(
         indices = [torch.full((1, width), -1, dtype=torch.int32, device=device) for width in keys]
         none = torch.zeros(1, dtype=torch.int32, device=device)
         extra = (caches[1], indices[1], none) if keys[1] else (None, None, None)
-        attention.launch(
-            q, caches[0], indices[0], none, *extra,
-            sink=torch.zeros(H, device=device) if sink else None, scale=1.0, out=torch.empty_like(q),
-            lse=torch.empty(1, H, device=device) if lse else None, workspace=None, config=config,
-        )  # fmt: skip
+        with torch.cuda.device(device):
+            attention.launch(
+                q, caches[0], indices[0], none, *extra,
+                sink=torch.zeros(H, device=device) if sink else None, scale=1.0, out=torch.empty_like(q),
+                lse=torch.empty(1, H, device=device) if lse else None, workspace=None, config=config,
+            )  # fmt: skip
     _watch()
     return len(done)
 

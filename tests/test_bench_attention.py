@@ -1,0 +1,96 @@
+"""The attention benchmark without a GPU: its cells, how it goes on after a stop, and the fit of the plan's model."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from deepdecode.bench import __main__ as bench
+from deepdecode.bench import tune
+from deepdecode.cards import CARDS
+from deepdecode.kernels.attention_plan import Case, shapes
+
+H200 = next(card for card in CARDS if card.name == "H200")
+
+
+def test_cells_are_distinct_and_start_with_the_models_own_keys():
+    cells = [(case, name) for case, name, *_ in bench.jobs(with_peers=True)]
+    keys = [bench._key(vars(case) | {"implementation": name}) for case, name in cells]
+    assert len(set(keys)) == len(keys)
+    assert sum(name == "deepdecode" for _, name in cells) == 9 * 5 * 4 * 2
+    assert sum(name == "flash_mla" for _, name in cells) == 9 * 5 * 4
+    first = next(case for case, name in cells if name == "deepdecode")
+    assert (first.window_keys, first.extra_keys, first.fmt) == (128, 512, "fp8_584")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Runs the benchmark with a measurement that counts instead."""
+    calls = []
+
+    def measure(case, name, runner, *, limit_s):
+        calls.append((case, name))
+        if case.T == 2:
+            return {"implementation": name, **vars(case), "error": "no such kernel"}
+        times = {"us_warm": 10.0, "us_rotated": 12.0, "rel_err": 2e-3, "worst_row_err": 3e-3}
+        return {"implementation": name, **vars(case), **times}
+
+    def write(path: Path, rows, **facts):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"rows": rows, **facts}))
+
+    monkeypatch.setattr(bench.attention, "measure", measure)
+    monkeypatch.setattr(bench, "write_results", write)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.25)
+    return calls
+
+
+def options(out, **changes):
+    return argparse.Namespace(**({"out": out, "peers": False, "fresh": False, "only": None, "seconds": 1e9} | changes))
+
+
+def test_a_second_run_measures_only_what_is_missing(measured, tmp_path, capsys):
+    assert bench.run(options(tmp_path, only="deepdecode portable"), H200, "abc") == 0
+    few = len(measured)
+    assert few == 10
+    # a product cell without a time is a finding
+    assert bench.run(options(tmp_path), H200, "abc") == 1
+    everything = len(measured)
+    assert bench.run(options(tmp_path), H200, "abc") == 1
+    assert len(measured) == everything
+    document = json.loads((tmp_path / "h200" / "attention.json").read_text())
+    assert len(document["rows"]) == everything
+    row = next(row for row in document["rows"] if row["implementation"] == "deepdecode" and row["T"] == 64 and row["H"] == 64)
+    assert row["floor_fraction"] == round(row["floor_us"] / 10.0, 4)
+    assert "no such kernel" in capsys.readouterr().out
+
+
+def test_rows_of_another_commit_are_measured_again(measured, tmp_path):
+    bench.run(options(tmp_path, only="deepdecode portable"), H200, "abc")
+    bench.run(options(tmp_path, only="deepdecode portable"), H200, "def")
+    assert len(measured) == 20
+
+
+def test_time_that_is_up_leaves_the_rest(measured, tmp_path, capsys):
+    bench.run(options(tmp_path, seconds=-1.0), H200, "abc")
+    assert measured == []
+    assert "left for another run" in capsys.readouterr().out
+
+
+def test_a_fit_finds_the_costs_that_made_the_times():
+    """Times made from the shipped costs: the fit gives costs that predict them, and its plan loses nothing."""
+    rows = []
+    for shape in shapes():
+        for H in (8, 16, 64):
+            for T in (1, 4, 16, 64, 128):
+                for extra in (0, 512, 1024, 8192):
+                    for splits in (1, 2, 5, 10):
+                        case = Case(T, H, 128, extra, shape.fmt, shape.fmt)
+                        point = {"T": T, "H": H, "window_keys": 128, "extra_keys": extra, "fmt": shape.fmt, "splits": splits}
+                        name = {"kernel": shape.kernel, "block_h": shape.block_h, "block_n": shape.block_n}
+                        rows.append(point | name | {"us": tune.predict(shape, splits, case, H200)})
+    table = tune.fit(rows, H200)
+    assert table["held_out"]["worst"] < 0.01
+    assert table["held_out"]["within_10_percent"] == table["held_out"]["points"] == 2 * 3 * 5 * 4
+    assert len(table["shapes"]) == len(tune.SHAPES)
