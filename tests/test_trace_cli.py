@@ -209,6 +209,14 @@ def test_serving_results(run, tmp_path):
     assert code == 0
     assert "deepseek-ai" not in out
     assert str(tmp_path) not in out
+    c = lines(tmp_path / "c.jsonl", sglang(1, 8.0, dataset_name="/home/alice/questions"))
+    code, out, _ = run("compare", a, c, "--redact", "--findings", "f.md")
+    assert code == 1
+    assert "dataset differs: `random` in `trace-1`, `dataset-" in out
+    assert "alice" not in out + Path("f.md").read_text()
+    code, out, _ = run("compare", a, lines(tmp_path / "d.jsonl", sglang(2, 8.0)))
+    assert code == 1
+    assert "no verdict, because `mma` and `d` have no concurrency in common" in out
     code, _, err = run("compare", a, kineto(tmp_path / "t.json"))
     assert code == 2
     assert "files must all be traces or all be serving results" in err
@@ -275,6 +283,10 @@ def test_redaction(run, tmp_path):
             ("advise", trace, other, "--redact", "--html", "r.html"),
         )
     ]
+    (tmp_path / "alice" / "host-alice-notes.json").write_text("")  # a note would name what a folder holds besides traces
+    (tmp_path / "alice" / "copy-alice.json").write_bytes(trace.read_bytes())
+    texts += [run("profile", tmp_path / "alice", "--redact", *form)[1] for form in ([], ["--json"])]
+    assert "other files of the folder were skipped" in texts[-1]
     texts += [Path("PROFILE_FINDINGS.md").read_text(), Path("r.html").read_text()]
     for text in texts:
         assert "alice" not in text

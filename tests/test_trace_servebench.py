@@ -171,9 +171,23 @@ def test_same_file_and_missing_levels(tmp_path):
     assert compare_serving([read_serving(path, "a"), read_serving(path, "b")]).notes[0].code == "same-file"
     b = read_serving(lines(tmp_path / "b", sglang(8, 100)), "b")
     comparison = compare_serving([read_serving(path, "a"), b])
-    assert [note.text for note in comparison.notes] == ["C=4: not in `b`", "C=8: not in `a`"]
+    assert [note.text for note in comparison.notes] == [
+        "`a` and `b` have no concurrency in common",
+        "C=4: not in `b`",
+        "C=8: not in `a`",
+    ]
     assert comparison.verdicts == ()
-    assert not comparison.refused
+    assert comparison.refused
+
+
+def test_what_no_server_can_measure_is_no_run(tmp_path):
+    path = lines(tmp_path / "a", sglang(4, -5), sglang(4, 1e300), sglang(4, float("nan")), sglang(-3, 80), sglang(4, 100))
+    file = read_serving(path, "a")
+    assert [(point.concurrency, point.output_tps) for point in file.points] == [(None, 80), (4, 100)]
+    assert file.bad_lines == 3
+    nothing = read_serving(lines(tmp_path / "b", sglang(4, 1, output_throughput=0.0, completed=0, total_output_tokens=0)), "b")
+    refused = [note.text for note in compare_serving([file, nothing]).notes if note.severity == "refuse"]
+    assert "C=4: no request was completed in a run of `b`" in refused
 
 
 def test_damaged_lines_are_counted(tmp_path):

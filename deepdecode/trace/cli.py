@@ -226,7 +226,7 @@ def run_serving(args: argparse.Namespace, argv: list[str]) -> int:
     files = [read_serving(path, label) for path, label in zip(args.traces, labels, strict=True)]
     if args.redact:
         files = [
-            replace(file, path=f"result-{i + 1}", points=tuple(_without_model(p) for p in file.points))
+            replace(file, path=f"result-{i + 1}", points=tuple(_without_paths(p) for p in file.points))
             for i, file in enumerate(files)
         ]
     comparison = compare_serving(files, args.allow)
@@ -236,14 +236,17 @@ def run_serving(args: argparse.Namespace, argv: list[str]) -> int:
     return 1 if comparison.refused or comparison.regressed else 0
 
 
-def _without_model(point):
-    """A model's name may be a path on somebody's disk; equal names stay equal."""
+def _without_paths(point):
+    """A model's name, or any other that looks like one, may be a path on somebody's disk; equal names stay equal."""
     import hashlib
     from dataclasses import replace
 
-    settings = dict(point.settings)
-    if "model" in settings:
-        settings["model"] = "model-" + hashlib.sha256(settings["model"].encode("utf-8", "replace")).hexdigest()[:8]
+    settings = {
+        name: f"{name}-{hashlib.sha256(value.encode('utf-8', 'replace')).hexdigest()[:8]}"
+        if name == "model" or "/" in value or "\\" in value
+        else value
+        for name, value in point.settings.items()
+    }
     return replace(point, settings=settings)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepdecode.trace import kineto, nsys, nsys_csv
 from deepdecode.trace.columns import CALL, HINT, MAX_NAMES, OTHER_NAMES, ROW, Collector
-from deepdecode.trace.model import KERNEL, Annotation, Gpu, Health, Launches, Source, Table, Trace, TraceError
+from deepdecode.trace.model import KERNEL, SKIPPED, Annotation, Gpu, Health, Launches, Source, Table, Trace, TraceError
 from deepdecode.trace.stream import Progress
 
 # what a file begins with -> what it is; none of these is read
@@ -57,7 +57,7 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
             # a folder of ranks may hold other files; one that was read in part is no such file
             if len(files) == 1 or len(into.rows) > before:
                 raise
-            into.notes.append(f"skipped {file.name}: {str(e).removeprefix(f'{file}: ')}")
+            into.notes.append(f"{SKIPPED}{file.name}: {str(e).removeprefix(f'{file}: ')}")
     if not sources:
         raise TraceError(f"{path}: folder must hold traces, got {len(files)} files that are none", HINT)
     if progress:
@@ -95,7 +95,7 @@ def _distinct(files: list[Path], into: Collector) -> list[Path]:
             first = next((one for one in alike[:i] if one not in copies and _same_bytes(one, file)), None)
             if first:
                 copies[file] = first
-                into.notes.append(f"skipped {file.name}: it holds the same bytes as {first.name}")
+                into.notes.append(f"{SKIPPED}{file.name}: it holds the same bytes as {first.name}")
     return [file for file in files if file not in copies]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 SCHEMA = 1  # of Profile as JSON; rises when a field changes meaning or goes
 
+SKIPPED = "skipped "  # how a note begins that names another file of a folder
 KERNEL, MEMCPY, MEMSET = 0, 1, 2  # Table.kind
 
 # machine id -> what a person reads; the order is the order of tables and bars

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Source
+from deepdecode.trace.model import CATEGORIES, SKIPPED, DeviceProfile, Profile, Source
 from deepdecode.trace.render import (
     Bullets,
     Code,
@@ -344,9 +344,8 @@ def serving_doc(comparison: "servebench.ServingComparison") -> Doc:
         reasons = "; ".join(note.text for note in comparison.notes if note.severity == "refuse")
         parts.append(Bullets("Verdict", (f"no verdict, because {reasons}",)))
     else:
-        parts.append(
-            Bullets("Verdict", tuple(verdict.text for verdict in comparison.verdicts) or ("no concurrency in common",))
-        )
+        verdicts = tuple(verdict.text for verdict in comparison.verdicts)
+        parts.append(Bullets("Verdict", verdicts or ("no concurrency in common",)))
     return Doc("Serving results of " + ", ".join(quote(file.label) for file in files), tuple(parts))
 
 
@@ -405,7 +404,8 @@ def redact_profile(profile: Profile, index: int) -> Profile:
         phase_votes=votes(profile.phase_votes),
         warnings=tuple(replace(warning, text=text(warning.text)) for warning in profile.warnings),
         rules="builtin" if profile.rules == "builtin" else "with user rules",
-        notes=tuple(text(note) for note in profile.notes),
+        notes=tuple(text(note) for note in profile.notes if not note.startswith(SKIPPED))
+        + (("other files of the folder were skipped",) if any(n.startswith(SKIPPED) for n in profile.notes) else ()),
     )
 
 

@@ -38,7 +38,8 @@ SETTINGS = {
     "length range": ("random_range_ratio",),
     "requests": ("num_prompts",),
 }
-REFUSALS = ("same-file", "settings-mismatch", "length-mismatch", "failed-requests")
+REFUSALS = ("same-file", "settings-mismatch", "length-mismatch", "failed-requests", "no-common-level")
+LARGEST = 1e15  # rates, lengths and times beyond are damage
 
 
 @dataclass(frozen=True)
@@ -178,17 +179,18 @@ def _records(text: str) -> tuple[list, int]:
 
 
 def _number(value: object) -> float | None:
+    """A rate, a count or a time: finite and not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         value = float(value)
     except OverflowError:
         return None
-    return value if math.isfinite(value) else None
+    return value if 0 <= value < LARGEST else None
 
 
 def _point(run: dict, tool: str) -> Point:
-    completed = int(_number(run.get("completed")) or 0)
+    completed = int(_number(run.get("completed", run.get("num_prompts"))) or 0)
     settings = {"tool": tool}
     for name, keys in SETTINGS.items():
         value = next((run[key] for key in keys if run.get(key) is not None), None)
@@ -206,7 +208,7 @@ def _point(run: dict, tool: str) -> Point:
     asked = int(_number(run.get("num_prompts")) or 0)
     failed = _number(run.get("failed"))
     return Point(
-        concurrency=int(concurrency) if concurrency else None,
+        concurrency=int(concurrency) or None if concurrency else None,
         settings=settings,
         completed=completed,
         failed=int(failed) if failed is not None else max(0, asked - completed),
@@ -301,6 +303,9 @@ def _file_notes(files: Sequence[Serving]) -> list[Note]:
         twins = [other.label for other in files[:i] if other.sha256 == file.sha256]
         if twins:
             out.append(Note("same-file", "refuse", f"{quote(file.label)} and {quote(twins[0])} are the same file"))
+        if not {_level(p) for p in file.points} & {_level(p) for p in files[0].points}:
+            text = f"{quote(files[0].label)} and {quote(file.label)} have no concurrency in common"
+            out.append(Note("no-common-level", "refuse", text))
         if file.bad_lines:
             out.append(Note("bad-lines", "warn", f"{file.bad_lines} records of {quote(file.label)} could not be read"))
     return out
@@ -328,7 +333,9 @@ def _notes(files: Sequence[Serving], level: str) -> list[tuple[str, Note]]:
             out.append((level, Note("length-mismatch", "refuse", f"{what} have different mean lengths in tokens: {each}")))
     for file, points in here:
         failed = sum(point.failed for point in points)
-        if failed:
+        if not all(point.completed for point in points):
+            out.append((level, Note("failed-requests", "refuse", f"no request was completed in a run of {quote(file.label)}")))
+        elif failed:
             out.append((level, Note("failed-requests", "refuse", f"{failed} requests failed in {quote(file.label)}")))
     return out
 
