@@ -1,6 +1,10 @@
 """Every kernel that a default plan can return, compiled for every arch: a stage of its own, since each takes seconds."""
 
+import importlib.util
+import multiprocessing
+import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -9,11 +13,9 @@ from deepdecode.cards import CARDS
 from deepdecode.kernels.attention_plan import Case, Config, plan
 from deepdecode.testing.compiled import SHARED_LIMIT, Compiled, compile_kernel
 
-pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
 ]
 
 # bytes of a thread in local memory that stand, each with its reason; the contract allows 256
@@ -48,24 +50,34 @@ def reachable(arch: int) -> list[tuple[str, Config]]:
 CASES = [(arch, fmt, config) for arch in SHARED_LIMIT for fmt, config in reachable(arch)]
 
 
-def build(arch: int, fmt: str, config: Config) -> Compiled:
+def build(arch: int, fmt: str, config: Config) -> tuple[Compiled, str]:
+    """The compiled kernel and its SASS. Runs in a process of its own: the interpreted tests set TRITON_INTERPRET in theirs."""
+    os.environ.pop("TRITON_INTERPRET", None)
     if config.kernel == "mma":
         from deepdecode.kernels import attention as kernel
 
         types, constants = kernel.compile_args(config, fmt)
-        return compile_kernel(kernel.split_kernel, types, constants, arch, num_warps=config.num_warps, num_stages=1)
+        compiled = compile_kernel(kernel.split_kernel, types, constants, arch, num_warps=config.num_warps, num_stages=1)
+        return compiled, compiled.sass()
     from deepdecode.kernels import attention_sm90 as hopper
 
     types, constants = hopper.compile_args(config)
     function = hopper.narrow_kernel if config.kernel == "narrow" else hopper.wide_kernel
-    return compile_kernel(function, types, constants, arch, num_warps=config.num_warps)
+    compiled = compile_kernel(function, types, constants, arch, num_warps=config.num_warps)
+    return compiled, compiled.sass()
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
     ("arch", "fmt", "config"), CASES, ids=[f"sm_{a}-{f}-{c.kernel}-{c.block_h}x{c.block_n}" for a, f, c in CASES]
 )
-def test_compiles_within_the_card(arch, fmt, config):
-    compiled = build(arch, fmt, config)
+def test_compiles_within_the_card(compiler, arch, fmt, config):
+    compiled, sass = compiler.submit(build, arch, fmt, config).result()
     shape = (config.kernel, config.block_h, config.block_n, config.num_warps, fmt)
     shared, per_sm = next(entry[5:] for entry in SHAPES if entry[:5] == shape)
     assert compiled.shared <= SHARED_LIMIT[arch]
@@ -74,7 +86,6 @@ def test_compiles_within_the_card(arch, fmt, config):
     threads = config.num_warps * 32 * (3 if config.kernel == "wide" else 1)
     assert 65536 // (compiled.registers * threads) >= min(per_sm, 2)
     assert compiled.local <= SPILLS.get((config.kernel, config.block_h), 0)
-    sass = compiled.sass()
     assert "HMMA" in sass or "HGMMA" in sass
     assert re.search(r"ld\.global[.\w:]*\.v4|cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
     assert "e4m3" not in compiled.ptx
