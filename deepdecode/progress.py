@@ -15,7 +15,7 @@ class Progress:
 
     def step(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self.said < 1:
+        if now - self.said < 1 or done >= total:
             return
         self.said, self.shown = now, True
         line = f"{self.what}: {done} of {total}"

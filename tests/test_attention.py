@@ -11,6 +11,7 @@ from deepdecode.testing.numeric import rel_err, same_bits
 EXACT = 1e-13  # float64 against float64, sums in another order
 F32 = 2e-6  # float32 sums of up to 640 keys against float64
 BF16_STEP = 2**-9 * 1.01  # one rounding of the output
+KERNEL = 2.5e-3  # the kernel rounds its products' operands and its partial sums too
 
 
 @pytest.fixture(params=[True, False], ids=["trimmed", "whole"])
@@ -93,13 +94,21 @@ def test_exact_in_float64(device):
     window, extra = filled(3, 64, "f64", device, 96), filled(9, 2, "f64", device, 96)
     q = torch.randn(3, 4, 96, dtype=torch.float64, device=device)
     args = (q, window, indices(3, 30, window, device), lens(30, 7, 0, device=device))
-    check(*args, extra, indices(3, 9, extra, device), lens(9, 0, 0, device=device), sink=torch.randn(4).double(), limit=EXACT)
+    check(
+        *args,
+        extra,
+        indices(3, 9, extra, device),
+        lens(9, 0, 0, device=device),
+        sink=torch.randn(4).double().to(device),
+        limit=EXACT,
+    )
 
 
 def test_bfloat16_query_rounds_once(device):
     window = filled(3, 64, "fp8_584", device)
     q = torch.randn(2, 8, 512, device=device).bfloat16()
-    check(q, window, indices(2, 100, window, device), lens(100, 50, device=device), limit=BF16_STEP)
+    limit = BF16_STEP if device.type == "cpu" else KERNEL
+    check(q, window, indices(2, 100, window, device), lens(100, 50, device=device), limit=limit)
 
 
 @pytest.mark.parametrize("page_size", [64, 128, 256])

@@ -200,7 +200,9 @@ def test_only_the_model_s_ratios(device):
         cache.reserve(slot, 400)
         step = cache.step(torch.zeros(1, device=device).long(), ints(399, device=device), ints(slot, device=device), False)
         assert sorted(step.entry_write) == sorted(step.entry_lens) == keys
-        assert step.entry_indices.shape == (1, 3 if 128 in keys else 0)
+        # a graph's width cannot depend on positions, so on a GPU it is what the cache could hold
+        width = 3 if device.type == "cpu" else -(-cache.max_len // 128)
+        assert step.entry_indices.shape == (1, width if 128 in keys else 0)
 
 
 def test_width_of_entry_indices(device, monkeypatch):

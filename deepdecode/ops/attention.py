@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, fall_back, readable, use_kernel, wide
+from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel, wide
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -248,6 +248,7 @@ def _attend_caches(
             *args, sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, deterministic=deterministic
         )
         if reason is None:
+            kernel_runs["sparse_attn"] += 1
             return
         keys = window_indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
         fall_back("sparse_attn", f"q {list(q.shape)}, {keys} keys, {window_fmt} rows", reason)
