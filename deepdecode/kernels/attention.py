@@ -530,7 +530,8 @@ def _launch_split(
         PDL=config.pdl and splits > 1,
         INTERPRET=not q.is_cuda,
         num_warps=config.num_warps,
-        # H200: copies of the next tile through cp.async take the shared memory of a second program, and lose
+        # two stages copy the next tile through cp.async, in the shared memory of a second program: H200, 128+512 keys, 128
+        # tokens of 8 heads in tiles of 32: 45.3 us against 43.6
         num_stages=1,
     )
 

@@ -118,7 +118,7 @@ def attention_corners(device: torch.device | str = "cpu", dtype: torch.dtype = t
         "lengths out of range": replace(base, window_lens=lens + 1000, extra_lens=base.extra_lens * 0 - 7),
         "indices out of range": replace(base, extra_indices=wild),
         "one row named many times": replace(base, window_indices=same),
-        "random lengths and holes": make(5, 8, 100, 60, full=False, holes=True),
+        "random lengths and holes": make(4, 8, 100, 60, full=False, holes=True),
         "pages of 1 and 2": make(2, 4, 20, 30, window_page=1, extra_page=2),
         "pages of 256 and 16": make(2, 4, 20, 30, window_page=256, extra_page=16),
         "pages of 3 in a pool with gaps": replace(odd, window=gaps[48]),
