@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -117,6 +118,21 @@ def test_overlapping_kernels_get_rows_of_their_own():
     rows, names = html._rows(timeline)
     assert rows == [0, 1, 0, 2]
     assert names == ["stream 7", "", "stream 9"]
+
+
+def test_a_page_shows_the_busiest_streams_and_says_how_much_it_left_out():
+    slices = tuple(Slice(i, i, 10 + i, 0) for i in range(1000))
+    lanes = html._lanes(replace_timeline(pair()[0], Timeline(0, 3000, ("a",), ("glue",), slices, left_out=5)), "x")
+    assert len(lanes.streams) == html.MAX_LANES
+    assert lanes.streams[-1][1] == "stream 999"
+    assert lanes.note == f"{html.MAX_LANES} activities; {5 + 1000 - html.MAX_LANES} left out"
+    deep = tuple(Slice(7, i, 5000, 0) for i in range(1000))  # one stream, all at once
+    lanes = html._lanes(replace_timeline(pair()[0], Timeline(0, 6000, ("a",), ("glue",), deep)), "x")
+    assert len(lanes.streams) == html.MAX_LANES
+
+
+def replace_timeline(profile: Profile, timeline: Timeline) -> Profile:
+    return replace(profile, devices=(replace(profile.devices[0], timeline=timeline), *profile.devices[1:]))
 
 
 def test_huge_timelines_are_thinned_and_say_so():
@@ -299,6 +315,13 @@ def test_print_has_no_controls(browser, tmp_path):
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.evaluate("getComputedStyle(document.body).color") == "rgb(27, 33, 41)"
     assert len(browser.call("Page.printToPDF")["data"]) > 10_000
+    browser.size(794, 1123)  # A4: nothing may be cut at the page's edge, of three runs neither
+    three = [*pair(), pair()[0]]
+    names = ["original", "MMA", "MMA + split-K"]
+    html.write_html(tmp_path / "three.html", three, names, compare(three, names))
+    browser.open(tmp_path / "three.html")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 794
+    browser.size(1280, 900)
     browser.scheme("light")
 
 

@@ -11,17 +11,18 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepdecode.trace.advise import IDLE, Advice
 from deepdecode.trace.compare import Comparison
 from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Timeline, TraceError
 from deepdecode.trace.render import clean, count, health_text, ms, percent, signed_ms, signed_percent
-from deepdecode.trace.report import headline, takes_text
+from deepdecode.trace.report import graphs_text, headline, takes_text
 
 MAX_KERNELS = 600  # rows of the kernel table
 MAX_SLICES = 4000  # rectangles of one timeline
+MAX_LANES = 48  # its rows; the streams that work least are left out
 SHOWN_GAPS = 5
 LANE, LANE_GAP = 22, 4
 WIDTH = 1000  # of every drawing, in its own units
@@ -184,7 +185,7 @@ def _run(profile: Profile, label: str) -> dict:
             ("busy", f"{ms(steps.p50_busy_ns)} ms a step; idle {percent(dev.idle_ns / max(1, dev.window_ns))} of the window"),
             (
                 "launches",
-                f"{count(dev.kernels_per_step)} kernels a step, {count(dev.graph_launches_per_step)} graphs ({dev.graph_mode})",
+                f"{count(dev.kernels_per_step)} kernels a step, {graphs_text(dev)}",
             ),
             ("steps", f"{steps.count} by {clean(steps.signal)}, {percent(steps.agreement)} of the signals agree"),
             ("unknown", f"{percent(dev.unknown_share)} of busy time"),
@@ -286,6 +287,7 @@ def _lanes(profile: Profile, label: str) -> Lanes | None:
     if dev is None or dev.timeline is None or not dev.timeline.slices or dev.timeline.wall_ns <= 0:
         return None
     timeline = dev.timeline
+    timeline = _fewer(timeline)
     rows, row_names = _rows(timeline)
     merged = _merge(timeline, rows)
     scale = WIDTH / timeline.wall_ns
@@ -314,6 +316,23 @@ def _lanes(profile: Profile, label: str) -> Lanes | None:
         gaps=tuple((f"{gap.dur_ns / 1e3:.2f}", clean(gap.before), clean(gap.after)) for gap in dev.gaps[:SHOWN_GAPS]),
         note=drawn + left,
     )
+
+
+def _fewer(timeline: Timeline) -> Timeline:
+    """Whole streams, the busiest first, for as long as their rows fit; of one that alone does not, the rows that do."""
+    rows, names = _rows(timeline)
+    if len(names) <= MAX_LANES:
+        return timeline
+    of: dict[int, set[int]] = {}
+    busy: dict[int, int] = {}
+    for row, piece in zip(rows, timeline.slices, strict=True):
+        of.setdefault(piece.stream, set()).add(row)
+        busy[piece.stream] = busy.get(piece.stream, 0) + piece.dur_ns
+    kept: set[int] = set()
+    for stream in sorted(busy, key=lambda stream: -busy[stream]):
+        kept.update(sorted(of[stream])[: MAX_LANES - len(kept)])
+    slices = tuple(piece for row, piece in zip(rows, timeline.slices, strict=True) if row in kept)
+    return replace(timeline, slices=slices, left_out=timeline.left_out + len(timeline.slices) - len(slices))
 
 
 def _rows(timeline: Timeline) -> tuple[list[int], list[str]]:

@@ -101,19 +101,22 @@ def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
     wall = f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)})"
     idle = f"idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})"
     sums = f"sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms"
-    replays = count(dev.graph_launches_per_step)
-    graphs = f"{replays} graph launch{'es' * (replays != '1')} ({dev.graph_mode})"
     items = [
         f"{steps.count} by {quote(steps.signal)}; {agree}",
         f"{wall}; busy p50 {ms(steps.p50_busy_ns)} ms",
         f"window {ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + {idle}",
         f"whole capture: {dev.kernels} kernels, {sums}",
-        f"per step: {count(dev.kernels_per_step)} kernels, {graphs}",
+        f"per step: {count(dev.kernels_per_step)} kernels, {graphs_text(dev)}",
     ]
     phases = ", ".join(f"{vote.signal} {vote.value}" for vote in profile.phase_votes if vote.value is not None)
     if phases:
         items.append(f"phase {profile.phase} (votes: {quote(phases)})")
     return items
+
+
+def graphs_text(dev: DeviceProfile) -> str:
+    replays = count(dev.graph_launches_per_step)
+    return f"{replays} graph launch{'es' * (replays != '1')} ({dev.graph_mode})"
 
 
 def _part(x: float, whole: float) -> float | None:
