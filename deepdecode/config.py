@@ -13,7 +13,8 @@ from typing import Any
 
 log = logging.getLogger("deepdecode")
 
-MAX_JSON_BYTES = 64 << 20
+# of config.json, and of the largest other files; small enough that what JSON expands to fits in memory
+MAX_CONFIG_BYTES, MAX_JSON_BYTES = 4 << 20, 64 << 20
 
 
 class ConfigError(ValueError):
@@ -150,17 +151,17 @@ def read_config_notes(source: str | os.PathLike[str] | dict[str, Any]) -> tuple[
     return _parse(fields, more)
 
 
-def read_json(path: Path, error: type[ValueError] = ConfigError) -> dict[str, Any]:
+def read_json(path: Path, error: type[ValueError] = ConfigError, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file of bounded size; `error` with one sentence for anything else."""
     try:
         if not path.is_file():
             raise error(f"{path.name}: must be a file, found none in {path.parent}")
         with path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
+            text = file.read(most + 1)
     except OSError as problem:
         raise error(f"{path.name}: cannot be read: {problem.strerror}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise error(f"{path.name}: must be at most {MAX_JSON_BYTES} bytes")
+    if len(text) > most:
+        raise error(f"{path.name}: must be at most {most} bytes")
     return parse_json(text, path.name, error)
 
 

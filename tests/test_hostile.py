@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 
 import pytest
 import torch
@@ -227,6 +228,29 @@ def test_index(index, message, tiny, tmp_path):
     (path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=message):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", lambda: b'{"a":[' + b"{}," * (2 << 20) + b"{}]}", "config.json: must be at most 4194304 bytes"),
+        ("generation_config.json", lambda: b" " * (5 << 20), "generation_config.json: must be at most 4194304 bytes"),
+        (INDEX, lambda: b" " * ((64 << 20) + 1), f"{INDEX}: must be at most 67108864 bytes"),
+        (INDEX, lambda: b'{"weight_map":{' + b",".join(b'"%d":1' % i for i in range(700_001)) + b"}}",
+         f"{INDEX}: weight_map must name at most 700000 tensors, got 700001"),
+        (FILE, lambda: pack(b'{"__metadata__":{"a":[' + b"[]," * 30_000_000 + b"[]]}}"),
+         f"{FILE}: header must describe at most 700000 tensors, got more"),
+    ],
+    ids=["config", "generation config", "index", "tensors", "header"],
+)  # fmt: skip
+def test_json_that_grows_when_it_is_read(file, content, message, tiny, tmp_path):
+    path = write_dir(tmp_path / "c", config_json(TINY), tiny)
+    (path / file).write_bytes(content())
+    start = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+    # read whole, the last takes 3 GB and some 20 s
+    assert time.process_time() - start < 5
 
 
 def test_index_must_list_every_tensor(tiny, tmp_path):

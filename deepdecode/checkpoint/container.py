@@ -18,6 +18,8 @@ import torch
 from deepdecode.config import parse_json, shown
 
 MAX_HEADER_BYTES = 100_000_000
+# above what the largest config we read asks for: six for each expert, and the rest
+MAX_TENSORS = 700_000
 
 DTYPES = {
     "F64": torch.float64,
@@ -124,6 +126,9 @@ def open_file(path: Path) -> TensorFile:
         raise CheckpointError(f"{name}: cannot be read: {problem.strerror}") from None
     if not text.startswith(b"{"):
         raise CheckpointError(f"{name}: is not a safetensors file: its header is not a JSON object")
+    # three brackets each; counted first, since brackets are what a header grows thirtyfold by when it is read
+    if text.count(b"{") + text.count(b"[") > 3 * MAX_TENSORS:
+        raise CheckpointError(f"{name}: header must describe at most {MAX_TENSORS} tensors, got more")
     header = parse_json(text, f"{name}: header", CheckpointError)
     return _check_header(path, name, size, 8 + length, header)
 

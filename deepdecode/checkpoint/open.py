@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from deepdecode.checkpoint.container import CheckpointError, Stored, TensorFile, open_file
+from deepdecode.checkpoint.container import MAX_TENSORS, CheckpointError, Stored, TensorFile, open_file
 from deepdecode.checkpoint.layout import faults, official_name, stacked, unsound
-from deepdecode.config import ModelConfig, read_config_notes, read_json, shown
+from deepdecode.config import MAX_JSON_BYTES, ModelConfig, read_config_notes, read_json, shown
 
 INDEX = "model.safetensors.index.json"
 
@@ -161,9 +161,11 @@ def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterat
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    listed = read_json(index, CheckpointError).get("weight_map")
+    listed = read_json(index, CheckpointError, MAX_JSON_BYTES).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{INDEX}: weight_map must name the file of each tensor, got {shown(listed)}")
+    if len(listed) > MAX_TENSORS:
+        raise CheckpointError(f"{INDEX}: weight_map must name at most {MAX_TENSORS} tensors, got {len(listed)}")
     for name in {repr(name): name for name in listed.values()}.values():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f]+\.safetensors", name) or name.startswith("."):
             raise CheckpointError(f"{INDEX}: a file must be a plain name ending in .safetensors, got {shown(name)}")
