@@ -93,6 +93,10 @@ def test_work_moved_to_another_category():
     assert "quantise/cache (`quant_rows`) take 1.800 ms" in text
     gone = run(profile(before, name="a"), profile([("attention_plain", "attention", 2.0), ("gemm", "gemm_tc", 5.0)], name="b"))
     assert "work-moved" not in codes(gone)
+    spread = [*after[:1], ("quant_rows", "quant", 1.8), ("norm_rows", "norm", 1.9), ("gemm", "gemm_tc", 5.0)]
+    moves = [flag.text for flag in run(profile(before, name="a"), profile(spread, name="b")).flags if flag.code == "work-moved"]
+    assert len(moves) == 1  # the 2 ms that were lost did not arrive twice
+    assert "norm (`norm_rows`) take 1.900 ms" in moves[0]
 
 
 def test_same_file_is_refused():

@@ -99,6 +99,9 @@ def test_an_absurd_duration_near_the_end_is_cut_too():
     dur[4] = 10**15
     assert _clip_overruns(np.zeros(6), np.zeros(6), start, dur) == 1
     assert dur.tolist() == [5, 5, 5, 5, 10, 5]
+    dur[5] = 86_400 * 10**9 + 1  # the last of its stream has no successor
+    assert _clip_overruns(np.zeros(6), np.zeros(6), start, dur) == 1
+    assert dur.tolist() == [5, 5, 5, 5, 10, 0]
 
 
 def test_100_000_distinct_names_are_placed_in_seconds():

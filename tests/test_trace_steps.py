@@ -113,6 +113,19 @@ def test_nested_pseudo_steps_are_not_counted(tmp_path):
     assert made(tmp_path, change=nest).device.steps.count == 5
 
 
+@pytest.mark.parametrize("extra", [0.001, 1.0, "a third"], ids=["a nanosecond", "a microsecond", "prepared early"])
+def test_steps_that_overlap_their_neighbours_all_count(tmp_path, extra):
+    def longer(events):
+        more = 0.3 * min(e["dur"] for e in events if e["cat"] == "user_annotation") if extra == "a third" else extra
+        marks = [e for e in events if e["cat"] == "user_annotation"]
+        ends = [e["ts"] for e in marks[1:]] + [marks[-1]["ts"] + marks[-1]["dur"]]
+        longer = {id(e): {**e, "dur": end - e["ts"] + more} for e, end in zip(marks, ends, strict=True)}
+        return [longer.get(id(e), e) for e in events]
+
+    result = made(tmp_path, change=longer)
+    assert votes(result)["engine step"] == result.device.steps.count == 5
+
+
 def test_steps_cut_by_the_capture_are_left_out(tmp_path):
     def cut(events):
         events = without("user_annotation")(events)

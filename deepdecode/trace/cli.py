@@ -370,7 +370,7 @@ class Progress:
         if now - self.start < self.AFTER or now - self.last < (0.2 if self.terminal else self.EVERY):
             return
         self.last, self.shown = now, True
-        text = f"reading {self.label}: {100 * done // max(1, total)} % of {total / 1e6:.0f} MB"
+        text = f"reading {self.label}: {min(100, 100 * done // max(1, total))} % of {total / 1e6:.0f} MB"
         print(f"\r{text}\x1b[K" if self.terminal else text, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":

@@ -302,7 +302,7 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
         _, tail = _take_damaged(into, rest, process, last=True)
     into.truncated |= stream.truncated or tail is None
     _facts(head, tail or b"", file, process, into)
-    return Source(str(path), stream.sha256, "kineto", stream.size)
+    return Source(str(path), stream.sha256, "kineto", stream.raw_bytes)
 
 
 def _start(head: bytes) -> int | None:

@@ -26,6 +26,7 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".csv", ".csv.gz")
 MAX_FILES, MAX_GPUS = 1024, 2048
 # an activity that outlives its fourth successor, or its next, by more than this cannot be right
+DAY_NS = 86_400 * 10**9
 OVERRUNS = ((4, 50_000_000), (1, 10_000_000_000))
 
 
@@ -232,7 +233,7 @@ def _by_stream(gpu: np.ndarray, stream: np.ndarray, start: np.ndarray) -> np.nda
 
 
 def _clip_overruns(gpu: np.ndarray, stream: np.ndarray, start: np.ndarray, dur: np.ndarray) -> int:
-    """End an activity at its successor's start, in place, where a successor begins long before its end.
+    """End an activity at its successor's start, in place, where a successor begins long before its end; none lasts a day.
 
     A stream runs in order; programmatic dependent launch lets neighbours overlap, by microseconds.
     """
@@ -245,7 +246,9 @@ def _clip_overruns(gpu: np.ndarray, stream: np.ndarray, start: np.ndarray, dur: 
             at = np.flatnonzero(same & (t[:-ahead] + dur[order[:-ahead]] > t[ahead:] + slack))
             dur[order[at]] = t[at + 1] - t[at]
             clipped += len(at)
-    return clipped
+    endless = dur > DAY_NS
+    dur[endless] = 0
+    return clipped + int(endless.sum())
 
 
 def _overlapping(table: Table) -> int:

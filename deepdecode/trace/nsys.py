@@ -73,7 +73,7 @@ def _unpacked(path: Path, progress: Progress | None) -> Iterator[tuple[Path, Sou
         _closed(path.resolve())
         for _ in stream:
             pass
-        yield path, Source(str(path), stream.sha256, "nsys-sqlite", stream.size)
+        yield path, Source(str(path), stream.sha256, "nsys-sqlite", stream.raw_bytes)
         return
     handle, name = tempfile.mkstemp(suffix=".sqlite", prefix="deepdecode-")
     try:
@@ -84,7 +84,7 @@ def _unpacked(path: Path, progress: Progress | None) -> Iterator[tuple[Path, Sou
                     raise TraceError(f"{path}: .gz must hold at most {MAX_UNPACKED >> 30} GB, got more", "unpack it first")
         if stream.truncated:
             raise TraceError(f"{path}: .gz must be whole, got one that ends early")
-        yield Path(name), Source(str(path), stream.sha256, "nsys-sqlite", stream.size)
+        yield Path(name), Source(str(path), stream.sha256, "nsys-sqlite", stream.raw_bytes)
     finally:
         os.unlink(name)
 

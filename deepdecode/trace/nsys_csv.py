@@ -58,7 +58,7 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
             into.bad += 1
     into.truncated |= stream.truncated
     into.recovered += into.events if into.bad else 0
-    return Source(str(path), stream.sha256, "nsys-csv", stream.size)
+    return Source(str(path), stream.sha256, "nsys-csv", stream.raw_bytes)
 
 
 def _lines(stream: Stream, path: Path) -> Iterator[str]:
