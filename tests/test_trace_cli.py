@@ -139,6 +139,15 @@ def test_an_input_is_never_written(run, before, after, tmp_path):
 # ---- compare
 
 
+def test_page_and_findings_are_two_files(run, before):
+    code, _, err = run("advise", before, "--html", "x.md", "--findings", "./x.md")
+    assert (code, err) == (2, "error: advise: --html must name a file that is not --findings, got x.md twice\n")
+    for option in ("html", "findings"):
+        code, _, err = run("advise", before, f"--{option}", "")
+        assert (code, err) == (2, f"error: advise: --{option} must name something, got nothing\n")
+    assert [path.name for path in Path().iterdir()] == [before.name]
+
+
 def test_compare_faster(run, before, after):
     code, out, err = run("compare", before, after)
     assert (code, err) == (0, "")

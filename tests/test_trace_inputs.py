@@ -81,6 +81,18 @@ def test_two_captures_of_one_rank_are_said(tmp_path):
     assert trace.notes == ("more than one file says that it is rank 1: each counts as a timeline of its own",)
 
 
+def test_a_rank_without_the_wanted_phase_is_left_out(tmp_path):
+    kineto(tmp_path / "decode.json")
+    kineto(tmp_path / "prefill.json", phase="EXTEND")
+    both = load(tmp_path)
+    assert len(profile(both).devices) == 2
+    decode = profile(both, phase="decode")
+    assert (decode.phase, len(decode.devices)) == ("decode", 1)
+    assert "device 0 is left out: its steps are 9 prefill" in [w.text for w in decode.warnings]
+    with pytest.raises(TraceError, match="mixed steps must be in the trace, got 9 decode; 9 prefill"):
+        profile(both, phase="mixed")
+
+
 def test_activities_without_a_possible_time_are_no_cpu_only_trace(tmp_path):
     rows = [{"ph": "X", "cat": "kernel", "name": "k", "ts": 2**63 + i, "dur": 1} for i in range(10)]
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": rows}))
@@ -128,7 +140,7 @@ def test_a_kernels_time_is_its_median_over_the_steps(tmp_path):
     """One slow step of nine must not move what a step takes, nor what a comparison calls a change."""
     rows = [
         (step, name, at, dur * (50 if step == 4 and name == STEP[0][0] else 1))
-        for step, name, at, dur in schedule(between=60e6, jitter=0)
+        for step, name, at, dur in schedule(between=60_000_000, jitter=0)
     ]
     one = profile(load(kineto(tmp_path / "t.json", rows))).device
     kernels = {k.name: k for k in one.kernel_rows}

@@ -284,6 +284,9 @@ def protect(args: argparse.Namespace) -> None:
     paths = [path for path in (getattr(args, "trace", None), args.rules, *getattr(args, "traces", ())) if path]
     inputs = [Path(path) for path in paths if os.path.exists(path)]
     inputs += [file for folder in inputs if folder.is_dir() for file in folder.iterdir()]
+    html, findings = getattr(args, "html", None), getattr(args, "findings", None)
+    if html and findings and os.path.realpath(html) == os.path.realpath(findings):
+        raise Usage(f"{args.command}: --html must name a file that is not --findings, got {html} twice")
     for option in ("html", "findings"):
         target = getattr(args, option, None)
         if target and os.path.exists(target) and any(os.path.samefile(target, path) for path in inputs if path.exists()):

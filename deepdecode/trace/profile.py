@@ -54,7 +54,13 @@ def profile(trace: Trace, *, rules: Rules | None = None, phase: str | None = Non
         raise TraceError(f"profile: phase must be one of {', '.join(PHASES)}, got {phase!r}")
     warnings: list[Warning] = []
     training = _training(trace)
-    devices = tuple(_device(trace, i, gpu, rules, phase, training, warnings) for i, gpu in enumerate(trace.gpus))
+    found = [_device(trace, i, gpu, rules, phase, training, warnings) for i, gpu in enumerate(trace.gpus)]
+    devices = tuple(one for one in found if not isinstance(one, str))
+    others = [(_title(gpu), one) for gpu, one in zip(trace.gpus, found, strict=True) if isinstance(one, str)]
+    if others and not devices:
+        seen = "; ".join(dict.fromkeys(seen for _, seen in others))
+        raise TraceError(f"profile: {phase} steps must be in the trace, got {seen}", "leave --phase out")
+    warnings += [Warning("OTHER_PHASE", f"{title} is left out: its steps are {seen}") for title, seen in others]
     main = max(range(len(devices)), key=lambda i: devices[i].busy_ns) if devices else None
     steps = devices[main].steps.items if main is not None else ()
     batches = {s.batch for s in steps if s.batch is not None}
@@ -80,7 +86,8 @@ def profile(trace: Trace, *, rules: Rules | None = None, phase: str | None = Non
 
 def _device(
     trace: Trace, index: int, gpu: Gpu, rules: Rules, phase: str | None, training: bool, warnings: list[Warning]
-) -> DeviceProfile:
+) -> DeviceProfile | str:
+    """One GPU's timeline, or the phases that it has where the wanted one is not among them."""
     table = trace.table
     rows = np.flatnonzero(table.gpu == index)  # in order of start
     start, dur = table.start_ns[rows], table.dur_ns[rows]
@@ -103,7 +110,7 @@ def _device(
     phases = found.phase if not training else ["training" if p == "unknown" else p for p in found.phase]
     keep = [i for i, p in enumerate(phases) if phase is None or p == phase]
     if not keep:
-        raise TraceError(f"profile: {phase} steps must be in the trace, got {_listed(phases)}", "leave --phase out")
+        return _listed(phases)
     border = found.border[keep]
     try:
         sums = account(start, end, border)
@@ -413,6 +420,6 @@ def _warn_trace(trace: Trace, verdict: str, warnings: list[Warning]) -> None:
         warnings.append(Warning("DROPS", f"the profiler says it dropped {health.drops} records"))
 
 
-def _title(device: DeviceProfile) -> str:
+def _title(device: DeviceProfile | Gpu) -> str:
     rank = f" of rank {device.rank}" if device.rank is not None else ""
     return f"device {device.device}{rank}"
