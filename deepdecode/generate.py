@@ -16,7 +16,7 @@ from deepdecode.distributed import Rank, join, leave
 from deepdecode.kvcache import plan_cache
 from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
-from deepdecode.runner import Runner, Sampling, Token
+from deepdecode.runner import Runner, Sampling, Token, check_prompts
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import tiny_dir
 
@@ -165,12 +165,13 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def _context(request: Request, config: ModelConfig, prompts: list[list[int]]) -> int:
-    need = max(len(ids) for ids in prompts) + request.max_new_tokens
-    limit = request.context or min(need, config.max_positions)
-    longest = max(len(ids) for ids in prompts)
-    if longest > limit:
-        raise ValueError(f"generate: a prompt must have at most {limit} tokens (the context), got {longest}")
-    return limit
+    """The longest prompt and answer together that the caches must hold."""
+    limit = config.max_positions
+    if request.context is not None and request.context > limit:
+        raise ValueError(f"generate: --context must be at most {limit} (the model's limit), got {request.context}")
+    max_len = request.context or min(max(len(ids) for ids in prompts) + request.max_new_tokens, limit)
+    check_prompts(prompts, config.vocab_size, max_len)
+    return max_len
 
 
 def _count(clock: Clock) -> None:

@@ -55,6 +55,18 @@ class Token:
     finish: str | None
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, max_len: int) -> None:
+    """ValueError unless every prompt can be generated from: it has tokens, all in the vocabulary, and fits the context."""
+    for row, ids in enumerate(prompts):
+        if not ids:
+            raise ValueError(f"generate: prompt {row} must have at least one token, got none")
+        if len(ids) > max_len:
+            raise ValueError(f"generate: prompt {row} must have at most {max_len} tokens (the context), got {len(ids)}")
+        bad = next((i for i in ids if not 0 <= i < vocab), None)
+        if bad is not None:
+            raise ValueError(f"generate: prompt {row} must have token ids in [0, {vocab}), got {bad}")
+
+
 class Runner:
     """A model, its caches and its table of ops.
 
@@ -136,7 +148,7 @@ class Runner:
             ValueError: a prompt is empty, does not fit the context, or has an id outside the vocabulary.
             CacheFull: every slot is held outside this call.
         """
-        self._check(prompts)
+        check_prompts(prompts, self.weights.config.vocab_size, self.max_len)
         waiting = [Row(row, list(ids), len(ids)) for row, ids in enumerate(prompts)]
         running: list[Row] = []
         try:
@@ -160,19 +172,6 @@ class Runner:
         finally:
             for seq in running:
                 self.cache.release(seq.slot)
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        vocab = self.weights.config.vocab_size
-        for row, ids in enumerate(prompts):
-            if not ids:
-                raise ValueError(f"generate: prompt {row} must have at least one token, got none")
-            if len(ids) > self.max_len:
-                raise ValueError(
-                    f"generate: prompt {row} must have at most {self.max_len} tokens (the context), got {len(ids)}"
-                )
-            bad = next((i for i in ids if not 0 <= i < vocab), None)
-            if bad is not None:
-                raise ValueError(f"generate: prompt {row} must have token ids in [0, {vocab}), got {bad}")
 
     def _take(self, batch: list[Row], logits: torch.Tensor, sampling: Sampling) -> Iterator[Token]:
         """Sample one token for each sequence of the batch, note it and why the row ends, if it does."""

@@ -1,5 +1,6 @@
 """The main job as a user runs it: text in, tokens out, from the embedded checkpoint."""
 
+import dataclasses
 import io
 import json
 import os
@@ -9,9 +10,11 @@ import sys
 import time
 
 import pytest
+from small_checkpoint import TINY
 
 from deepdecode import __version__
 from deepdecode.__main__ import main
+from deepdecode.checkpoint import seeded_tensors, write_checkpoint
 from deepdecode.progress import Progress
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import CONFIG, TOKENIZER, tiny_dir
@@ -187,8 +190,8 @@ def test_cache_formats_agree_on_a_short_prompt(capsys):
         (["x", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["x", "--max-new-tokens", "-3"], "max_new_tokens must be >= 0, got -3"),
         (["x", "--batch", "0"], "--batch must be >= 1, got 0"),
-        (["a b c d e f g h", "--context", "3"], "a prompt must have at most 3 tokens (the context), got"),
-        (["x", "--context", "999999"], "max_len must be in [1, 16384] (the model's limit), got 999999"),
+        (["a b c d e f g h", "--context", "3"], "prompt 0 must have at most 3 tokens (the context), got"),
+        (["x", "--context", "999999"], "--context must be at most 16384 (the model's limit), got 999999"),
         (["x", "--context", "0"], "--context must be >= 1, got 0"),
         (["x", "--context", "-5"], "--context must be >= 1, got -5"),
         (["x", "--seed", str(2**63)], "seed must be a signed 64-bit integer, got 9223372036854775808"),
@@ -205,6 +208,20 @@ def test_bad_input_is_one_sentence(capsys, args, want):
     assert err.startswith("error: ")
     assert want in err
     assert "Traceback" not in err
+
+
+def test_a_tokenizer_of_another_model_is_found_before_weights_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("deepdecode.generate.load_model", None)
+    for name, bos_id in (("bos", 0), ("none", None)):
+        config = dataclasses.replace(TINY, bos_id=bos_id)
+        write_checkpoint(tmp_path / name, config, seeded_tensors(config, 0), extra_files=[TOKENIZER])
+    for name, prompt, want in (
+        ("bos", "some words", "prompt 0 must have token ids in [0, 11), got "),
+        ("none", "", "prompt 0 must have at least one token, got none"),
+    ):
+        args = ["generate", prompt, "--checkpoint", str(tmp_path / name), "--max-new-tokens", "0", "--cache", "f32"]
+        assert main(args) == 2
+        assert want in capsys.readouterr().err
 
 
 def test_a_traceback_when_asked(monkeypatch):
