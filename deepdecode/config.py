@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN as V4 uses it: frequencies of the compressed layers only, no attention temperature (SPEC 2.0)."""
+    """YaRN as V4 uses it: frequencies of the compressed layers only, no attention temperature."""
 
     factor: float = 16.0
     beta_fast: float = 32.0

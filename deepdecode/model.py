@@ -1,6 +1,6 @@
 """DeepSeek-V4, top to bottom: one forward over the tokens of a `Step`, on whatever table of ops it is given.
 
-A layer, in the order of SPEC 2: hyper-connection read, attention, hyper-connection write and read, experts. The write of
+A layer, in order: hyper-connection read, attention, hyper-connection write and read, experts. The write of
 one sublayer and the read of the next stand together in `mhc_boundary`, so that one kernel can do both.
 """
 

@@ -114,7 +114,7 @@ def test_bfloat16_query_rounds_once(device):
 @pytest.mark.parametrize("page_size", [64, 128, 256])
 @pytest.mark.parametrize("page_size2", [1, 2, 32, 64, 128])
 def test_any_pair_of_page_sizes(page_size, page_size2, device):
-    """FAULTS A9, D5, D7: the same logical rows give the same bits, whatever the pages."""
+    """The same logical rows give the same bits, whatever the pages."""
     values = torch.randn(2, 256, 512, device=device)
     where = torch.arange(256, device=device)
     outs = []
@@ -131,7 +131,7 @@ def test_any_pair_of_page_sizes(page_size, page_size2, device):
 
 @pytest.mark.parametrize("sink", [True, False])
 def test_a_token_without_a_key(sink, device, looks_at_lengths):
-    """SPEC 7 row 17, FAULTS B4, B7: out 0 and lse -inf, between two normal tokens, and where no token has a key."""
+    """out 0 and lse -inf, between two normal tokens, and where no token has a key."""
     window, extra = filled(2, 64, "fp8_584", device), filled(2, 2, "fp8_584", device)
     q = torch.randn(4, 8, 512, device=device)
     index, index2 = indices(4, 20, window, device), indices(4, 5, extra, device)
@@ -159,7 +159,7 @@ def test_no_tokens(device):
 
 
 def test_garbage_in_one_row_touches_no_other(device, looks_at_lengths):
-    """FAULTS B2, B3, B6: stale or wild lengths and indices count as clamped and as -1."""
+    """Stale or wild lengths and indices count as clamped and as -1."""
     window = filled(2, 64, "fp8_584", device)
     q = torch.randn(6, 8, 512, device=device)
     index = indices(6, 20, window, device)
@@ -200,7 +200,7 @@ def test_reads_no_row_it_does_not_attend(device):
 
 
 def test_sees_a_page_that_changed_since_the_last_call(device):
-    """FAULTS D8: nothing of a cache is kept between calls."""
+    """Nothing of a cache is kept between calls."""
     window = filled(1, 64, "fp8_584", device)
     q, index = torch.randn(1, 4, 512, device=device), indices(1, 12, window, device)
     check(q, window, index, lens(12, device=device))
@@ -209,7 +209,7 @@ def test_sees_a_page_that_changed_since_the_last_call(device):
 
 
 def test_heads_are_independent_of_their_rank(device):
-    """SPEC 7 row 16, FAULTS C18: ranks with their heads and their sinks, side by side, are the whole."""
+    """Ranks with their heads and their sinks, side by side, are the whole."""
     window = filled(2, 64, "fp8_584", device)
     q, sink = torch.randn(3, 16, 512, device=device), torch.arange(-8.0, 8.0, device=device)
     index, length = indices(3, 40, window, device), lens(40, 9, 0, device=device)
@@ -295,7 +295,7 @@ def test_writes_into_out(device):
 
 
 def test_pages_past_two_to_the_31_bytes(device):
-    """FAULTS D1, D3."""
+    """A page offset past 2**31 does not fit 32 bits: 2200 pages of 1 MiB, of which the last is read."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     data = torch.empty(2200 * 2**20, dtype=torch.uint8, device=device).view(2200, 2**20)
     far, near = PagedRows(data, 64, "fp8_584"), filled(1, 64, "fp8_584", device)
@@ -345,7 +345,7 @@ def arguments(**changes):
     ],
 )
 def test_rejects_bad_arguments(op, changes, message):
-    """FAULTS B10: a view that is not contiguous is refused in words, too."""
+    """A view that is not contiguous is refused in words, too."""
     with pytest.raises(ValueError, match=f"{op.__name__}: {message}"):
         op(**arguments(**changes))
 

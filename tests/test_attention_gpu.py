@@ -54,7 +54,7 @@ def test_sizes(T, H, extra_keys):
     check(attention_inputs(T, H, 128, extra_keys, full=False, holes=True, device="cuda"))
 
 
-# widths that tables of instances have missed (FAULTS A1)
+# widths that tables of instances have missed
 @pytest.mark.parametrize("width", [1, 5, 64, 127, 129, 133, 192, 256, 640, 1152, 2048])
 def test_any_width(width):
     check(attention_inputs(2, 8, width, 0, rows=4096, device="cuda"))
@@ -100,7 +100,7 @@ def test_a_nan_row_shows_and_only_where_it_is_named():
 
 
 def test_no_heads_but_ours_are_written():
-    """5 heads fill part of every tile: the bytes around out, lse and workspace stay as they were (FAULTS A5)."""
+    """5 heads fill part of every tile: the bytes around out, lse and workspace stay as they were."""
     inputs = attention_inputs(2, 5, 128, 512, device="cuda")
     size = inputs.q.numel()
     guarded = torch.full((size + 2048,), 3.0, dtype=torch.bfloat16, device="cuda")
@@ -146,7 +146,7 @@ def test_a_row_has_its_bits_in_any_batch(H):
 
 @pytest.mark.parametrize(("T", "H"), [(8, 8), (8, 64), (64, 64)])
 def test_a_graph_replays_with_other_contents(T, H):
-    """Lengths, indices, q and rows change under a captured graph; padded rows hold garbage (FAULTS B2, B3)."""
+    """Lengths, indices, q and rows change under a captured graph; padded rows hold garbage."""
     first = attention_inputs(T, H, 128, 512, device="cuda", seed=1)
     other = attention_inputs(T, H, 128, 512, full=False, holes=True, device="cuda", seed=2)
     out = torch.empty_like(first.q)
@@ -188,7 +188,7 @@ def test_two_streams_at_once():
 
 
 def test_a_cache_past_two_gib():
-    """The same rows at the start of a cache and beyond 2**31 bytes (FAULTS D1)."""
+    """The same rows at the start of a cache and beyond 2**31 bytes."""
     near = allocate(1, 64, "fp8_584", device="cuda")
     pages = (2**31 + 2**28) // 37440
     far = allocate(pages, 64, "fp8_584", device="cuda")

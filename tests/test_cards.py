@@ -3,7 +3,7 @@ import pytest
 from deepdecode.cards import CARDS, find_card
 
 
-# DESIGN's table, and the memory of each card
+# what the vendors say of each card
 @pytest.mark.parametrize(
     ("name", "arch", "sms", "bandwidth", "l2", "shared", "memory"),
     [

@@ -202,7 +202,7 @@ def test_tp_slices_make_the_whole(ways, small):
     whole = load_model(path)
     loaded = [load_model(path, slice=f"tp{ways}", rank=rank) for rank in range(ways)]
     assert_same(loaded[-1], load_model(path, slice=(ways, ways - 1)))
-    # FAULTS C18: every head keeps its own sink
+    # every head keeps its own sink
     assert [len(weights.layers[1].attn.sink) for weights in loaded] == [SMALL.num_heads // ways] * ways
     assert len(whole.layers[1].attn.sink.unique()) == SMALL.num_heads
     ranks = [leaves(weights) for weights in loaded]
@@ -279,7 +279,7 @@ def test_a_slice_keeps_scale_blocks_whole():
     assert same_bits(weights.layers[2].moe.w2.data[3], want["layers.2.ffn.experts.3.w2.weight"][:, -64:].contiguous())
 
 
-# SPEC 7, row 29 and row 9: what is float32 stays it, whatever the activations are
+# what is float32 stays it, whatever the activations are
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_dtype(dtype, small):
     path, t = small
@@ -308,7 +308,7 @@ def test_refuses_a_dtype(small):
         load_model(small[0], dtype=torch.float16)
 
 
-# SPEC 7, row 25: E8M0 codes are read as exponents, never as numbers
+# E8M0 codes are read as exponents, never as numbers
 def test_scales_are_reinterpreted(small):
     path, t = small
     scale = load_model(path, dtype=torch.float64).layers[0].moe.w13.scale[2, :1024]
@@ -317,7 +317,7 @@ def test_scales_are_reinterpreted(small):
     assert torch.equal(scale.double(), 2.0 ** (codes.double() - 127))
 
 
-# SPEC 7, row 26: Flash-Base, with its float32 scales
+# Flash-Base, with its float32 scales
 def test_flash_base(tmp_path):
     write_checkpoint(tmp_path / "c", BASE, seeded_tensors(BASE, 2))
     t = dict(seeded_tensors(BASE, 2))
@@ -337,7 +337,7 @@ def test_flash_base(tmp_path):
     assert any(want in fault for fault in found)
 
 
-# SPEC 7, row 32: the 0731 checkpoint's mtp.* is a DSpark drafter, not an MTP block; neither is loaded
+# the 0731 checkpoint's mtp.* is a DSpark drafter, not an MTP block; neither is loaded
 def test_draft_layers_are_skipped(tmp_path):
     t = dict(seeded_tensors(TINY, 0))
     t |= {f"mtp.{i}.dspark.weight": torch.randn(3, 3) for i in range(3)}
@@ -461,7 +461,7 @@ def test_loaded_weights_do_not_depend_on_the_files(tmp_path):
     assert_same(weights, seeded_model(TINY, 0))
 
 
-# FAULTS F4 and G2: packed weights and scales are held once, as they are packed, and loading needs one tensor more
+# packed weights and scales are held once, as they are packed, and loading needs one tensor more
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
 def test_peak_memory(tmp_path):
     large = dataclasses.replace(SMALL, num_experts=48, vocab_size=4096, num_layers=2, compress_ratios=(0, 4))

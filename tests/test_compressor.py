@@ -57,7 +57,7 @@ def in_chunks(kv, score, weights, state, sizes, slot=0, prefill=True):
 
 
 def by_hand(kv, score, weights, ratio):
-    """Entries [blocks, d] of a whole sequence: one channel at a time, from SPEC 2.4."""
+    """Entries [blocks, d] of a whole sequence: one channel at a time, in float64."""
     kv, score, ape, norm = kv.cpu(), score.cpu(), weights.ape.double().cpu(), weights.norm.double().cpu()
     d, out = len(norm), []
     for block in range(len(kv) // ratio):
@@ -83,7 +83,7 @@ def looks_at_positions(request, monkeypatch):
 # shorter than a block, one block, one more, several and a rest
 @pytest.mark.parametrize(("ratio", "n"), [(4, 3), (4, 4), (4, 5), (4, 23), (128, 127), (128, 128), (128, 300)])
 def test_prefill_matches_the_formula(ratio, n, device, looks_at_positions):
-    """SPEC 7 row 14: a sequence shorter than a block has no entry, and the rest of one is not pooled."""
+    """A sequence shorter than a block has no entry, and the rest of one is not pooled."""
     kv, score = tokens(n, ratio, device=device)
     weights, state = make(ratio, device=device)
     out = in_chunks(kv, score, weights, state, [n]).cpu()
@@ -96,7 +96,7 @@ def test_prefill_matches_the_formula(ratio, n, device, looks_at_positions):
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("prefill", [True, False])
 def test_300_tokens_one_by_one_are_one_prefill(ratio, prefill, device):
-    """FAULTS C15, SPEC 7 rows 8 and 13: the overlap with the previous block survives decoding."""
+    """The overlap with the previous block survives decoding; a state too short drops a token at every boundary."""
     kv, score = tokens(300, ratio, device=device)
     weights, state = make(ratio, device=device)
     whole = in_chunks(kv, score, weights, state, [300])
@@ -163,7 +163,7 @@ def test_decode_rows_of_other_sequences_change_nothing(ratio, device, looks_at_p
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 def test_a_slot_is_used_again_without_clearing(ratio, poison, device):
-    """FAULTS C16: nothing of the sequence before is seen, also by one shorter than a block that is then decoded on."""
+    """Nothing of the sequence before is seen, also by one shorter than a block that is then decoded on."""
     n = 2 * ratio + 1
     kv, score = tokens(n, ratio, device=device)
     weights, state = make(ratio, device=device)
@@ -239,10 +239,10 @@ def test_rejects_bad_arguments():
         run(kv=kv[:, :6].contiguous())
     with pytest.raises(ValueError, match=r"compress: score must be \[2, 12\] float64 on cpu, got \[2, 12\] float32"):
         run(score=score.float())
-    # SPEC 7 row 9: the positional bias is float32 in the checkpoint
+    # the positional bias is float32 in the checkpoint
     with pytest.raises(ValueError, match=r"compress: ape must be \[4, 12\] float32 or float64 .* got \[4, 12\] bfloat16"):
         run(weights=CompressorWeights(weights.ape.bfloat16(), weights.norm))
-    # SPEC 7 row 13: four positions are too few for ratio 4
+    # four positions are too few for ratio 4
     with pytest.raises(
         ValueError, match=r"compress: state.kv must be \[slots, 8, 12\] float64 on cpu, got \[3, 4, 12\] float64"
     ):

@@ -55,7 +55,7 @@ def test_pro():
     assert (config.routed_scale, config.o_groups, config.num_experts) == (2.5, 16, 384)
 
 
-# SPEC 7, row 26: the experts' format is expert_dtype's, not the model's
+# the experts' format is expert_dtype's, not the model's
 def test_expert_dtype():
     assert read_config(official(expert_dtype="fp8")).expert_dtype == "fp8"
     config, notes = read_config_notes(official(expert_dtype="gone"))
@@ -181,7 +181,7 @@ def test_inference_config_has_a_context_that_positions_can_count():
             read_config(INFERENCE | {"rope_factor": factor})
 
 
-# SPEC 7, row 4: V4 multiplies no attention temperature in
+# V4 multiplies no attention temperature in
 def test_refuses_an_attention_factor():
     scaling = official()["rope_scaling"]
     for name in ("attention_factor", "mscale"):

@@ -28,7 +28,7 @@ def score(z):
 @pytest.mark.parametrize(("E", "top_k", "scale"), [(256, 6, 1.5), (7, 3, 2.5), (4, 4, 1.0), (1, 1, 1.5)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_matches_the_formula(E, top_k, scale, biased):
-    """SPEC 7.24: sqrt(log(1 + exp(z))), not log(1 + exp(sqrt(z))). The bias chooses and never weighs."""
+    """sqrt(log(1 + exp(z))), not log(1 + exp(sqrt(z))). The bias chooses and never weighs."""
     z = 4 * torch.randn(5, E, dtype=torch.float64)
     bias = torch.randn(E) if biased else None
     ids, weights = route(z, bias, top_k, scale)
@@ -50,7 +50,7 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_float32_logits_decide():
-    """SPEC 7.22: two experts whose logits differ in float32 and are one number in bfloat16."""
+    """Two experts whose logits differ in float32 and are one number in bfloat16."""
     C = 64
     x, weight = torch.ones(1, C).bfloat16(), torch.zeros(3, C).bfloat16()
     weight[1, :2], weight[2, 0], weight[2, 1] = 8.0, 16.0, 2.0**-6
@@ -77,7 +77,7 @@ def test_flash_size_in_every_type():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_hash_layers_route_by_token_id(dtype):
-    """SPEC 7.23: the ids are the table's, the weights the same formula on x's scores."""
+    """The ids are the table's, the weights the same formula on x's scores."""
     E, V, k = 16, 40, 6
     table = torch.stack([torch.randperm(E)[:k] for _ in range(V)]).to(dtype)
     x, weight, tokens = torch.randn(5, 32), torch.randn(E, 32), torch.tensor([0, 39, 7, 7, 20]).to(dtype)

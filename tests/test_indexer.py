@@ -68,7 +68,7 @@ def check(q, w, keys, table, slots, lens, topk):
 
 
 def test_golden_scores():
-    """FAULTS C3: ReLU for each head, then a sum with raw, signed weights. 3 tokens, 2 heads, 8 keys, worked by hand."""
+    """ReLU for each head, then a sum with raw, signed weights. 3 tokens, 2 heads, 8 keys, worked by hand."""
     # key n is (n, 1, 0, ...), so head (a, b, 0, ...) has a dot of a * n + b with it
     keys = torch.zeros(8, 128)
     keys[:, 0], keys[:, 1] = torch.arange(8.0), 1.0
@@ -109,7 +109,7 @@ def test_matches_a_sort(T, heads, page_size, pages, topk, fmt, device, looks_at_
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128, 256])
 def test_any_page_size(page_size, device):
-    """FAULTS D5: the same entries, whatever the pages."""
+    """The same entries, whatever the pages."""
     values, (q, w) = torch.randn(256, 128, device=device), query(2, 4, device)
     keys = cache(256 // page_size, page_size, "fp8_132", device, values)
     table = torch.arange(256 // page_size, dtype=torch.int32, device=device)[None]
@@ -144,7 +144,7 @@ def test_corners(data):
 
 @pytest.mark.parametrize("T", [1, 8, 31, 32, 33, 64, 128, 250, 256])
 def test_zero_lengths(T, device):
-    """FAULTS B4: no token sees an entry, as when a graph is captured with dummy lengths."""
+    """No token sees an entry, as when a graph is captured with dummy lengths."""
     keys = cache(2, 64, "fp8_132", device)
     table, zeros = ints(0, 1, device=device)[None], torch.zeros(T, dtype=torch.int32, device=device)
     indices, lengths = index_topk(*query(T, 4, device), keys, table, zeros, zeros, 8)
@@ -162,7 +162,7 @@ def test_no_tokens(device):
 
 
 def test_reads_no_key_past_the_length(device, looks_at_lengths):
-    """SPEC 7 row 14: what stands behind the visible entries, NaN here, takes no place."""
+    """What stands behind the visible entries, NaN here, takes no place."""
     values = torch.randn(128, 128, device=device)
     keys = cache(2, 64, "fp8_132", device, values)
     slots, lens = ints(0, 0, 0, device=device), ints(70, 20, 64, device=device)
@@ -197,7 +197,7 @@ def test_an_entry_whose_score_is_minus_infinity_is_still_an_entry(device):
 
 
 def test_the_number_chosen_is_the_caller_s(device):
-    """FAULTS C4, A13: V4-Flash chooses 512, V4-Pro 1024; nothing here knows either."""
+    """V4-Flash chooses 512, V4-Pro 1024; nothing here knows either."""
     keys = cache(33, 64, "fp8_132", device)
     table, zero = torch.arange(33, dtype=torch.int32, device=device)[None], ints(0, device=device)
     for topk in (511, 512, 1024):
@@ -207,7 +207,7 @@ def test_the_number_chosen_is_the_caller_s(device):
 
 
 def test_padded_choices_suit_attention(device):
-    """FAULTS B6: 100 tokens have 25 entries; the list padded with -1 to 512 goes to the consumer as it is."""
+    """100 tokens have 25 entries; the list padded with -1 to 512 goes to the consumer as it is."""
     keys, rows = cache(1, 64, "fp8_132", device), allocate(1, 64, "fp8_584", device=device)
     write_rows(rows, torch.arange(64, device=device), torch.randn(64, 512, device=device))
     q, one = torch.randn(1, 4, 512, device=device), ints(0, device=device)
@@ -225,7 +225,7 @@ def fp8_query(q, w):
 
 
 def test_hadamard_on_both_sides_or_on_neither(device):
-    """FAULTS C2, SPEC 7 row 10: rotated query and rotated keys score as the plain ones do; one side alone is noise."""
+    """Rotated query and rotated keys score as the plain ones do; one side alone is noise."""
     values, (q, w) = torch.randn(256, 128, device=device), query(3, 16, device)
     plain = index_logits_ref(q, w, values)
     keys = read_rows(cache(4, 64, "fp8_132", device, hadamard(values)), torch.arange(256, device=device))
@@ -235,7 +235,7 @@ def test_hadamard_on_both_sides_or_on_neither(device):
 
 
 def test_finds_the_needle(device):
-    """FAULTS C2: of 8192 keys the one that equals the query ranks first, through rotation and FP8 on both sides."""
+    """Of 8192 keys the one that equals the query ranks first, through rotation and FP8 on both sides."""
     values = torch.randn(8192, 128, device=device)
     q, w = values[5000].expand(1, 8, 128).contiguous(), torch.ones(1, 8, device=device)
     keys = cache(128, 64, "fp8_132", device, hadamard(values))
@@ -245,7 +245,7 @@ def test_finds_the_needle(device):
 
 
 def test_a_row_in_a_batch_is_the_row_alone(device):
-    """FAULTS H8: whom else a step serves does not change what is chosen."""
+    """Whom else a step serves does not change what is chosen."""
     keys = cache(40, 64, "fp8_132", device)
     table = torch.randperm(40).view(2, 20).int().to(device)
     q, w = query(9, 8, device)
@@ -273,7 +273,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_memory_does_not_grow_with_tokens_times_entries(shared, monkeypatch):
-    """FAULTS G1, G2: neither scores of each head, [T, heads, N], nor keys of each token, [T, N, 128], nor all scores."""
+    """Neither scores of each head, [T, heads, N], nor keys of each token, [T, N, 128], nor all scores."""
     limit = 1 << 17
     monkeypatch.setattr(indexer, "_CHUNK_BYTES", limit)
     T, heads, N = 64, 2, 1024
@@ -293,7 +293,7 @@ def test_memory_does_not_grow_with_tokens_times_entries(shared, monkeypatch):
 
 
 def test_keys_past_two_to_the_31_bytes(device):
-    """FAULTS D1, D3."""
+    """A page offset past 2**31 does not fit 32 bits: 2200 pages of 1 MiB, of which the last is read."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     data = torch.empty(2200 * 2**20, dtype=torch.uint8, device=device).view(2200, 2**20)
     far, values, (q, w) = PagedRows(data, 64, "fp8_132"), torch.randn(64, 128, device=device), query(1, 4, device)

@@ -56,7 +56,7 @@ def flash(tmp_path_factory):
     return inspect_dir(path, scale_bytes=1 << 20), time.perf_counter() - start, path
 
 
-# SPEC 4.1: 159.6 GB with 3.6 GB of MTP
+# the official checkpoint has 159.6 GB, 3.6 GB of it MTP
 def test_flash_sizes(flash):
     report, seconds, path = flash
     assert report.faults == []
@@ -72,7 +72,7 @@ def test_flash_sizes(flash):
     assert seconds < 30
 
 
-# SPEC 5.3, GB of a step that touches everything but the routed experts, TP1
+# by hand from the official shapes: GB of a step that touches everything but the routed experts, TP1
 @pytest.mark.parametrize(
     ("component", "gb"),
     [
@@ -95,7 +95,7 @@ def test_components_add_up(flash):
     assert sum(flash[0].components.values()) == flash[0].bytes == sum(flash[0].dtypes.values())
 
 
-# worked by hand from SPEC 5.3 and 4.1: what is cut over the ranks, and what is not
+# worked by hand: what is cut over the ranks, and what is not
 def test_flash_fits(flash):
     report = flash[0]
     c = report.components
@@ -110,7 +110,7 @@ def test_flash_fits(flash):
         assert abs(fit.weights - (whole + cut / fit.cards)) < 1e4
         assert fit.weights + report.cache_bytes <= fit.memory * GB
         assert fit.tokens >= report.cache_tokens == 32768
-    # 3850 bytes a token beside 12 MB of state, SPEC 3.6
+    # 3850 bytes a token beside 12 MB of state
     assert 3850 * 32768 < report.cache_bytes < 1.05 * 3850 * 32768 + 20e6
 
 

@@ -133,7 +133,7 @@ def decode(cache, sequences, padded=0):
 def test_every_sequence_finds_its_own_rows(data):
     """Prefill steps of any size, decode batches, slots and pages given back and used again: everyone sees exactly its own.
 
-    The rows of those who left stay where they are (FAULTS C16's reuse, and C15 for positions).
+    The rows of those who left stay where they are, so that what a new sequence sees of them shows.
     """
     window_page = data.draw(st.sampled_from([1, 2, 4, 16]))
     cache = make(window_page=window_page, max_len=400, logical_page=128)
@@ -176,7 +176,7 @@ def test_long_sequence(device, looks_at_steps):
 
 
 def test_flash_pages_and_ring():
-    """FAULTS D4: a page of 256 tokens holds 64 ratio-4 entries, 64 index keys and 2 ratio-128 entries."""
+    """A page of 256 tokens holds 64 ratio-4 entries, 64 index keys and 2 ratio-128 entries."""
     config = dataclasses.replace(FLASH, num_layers=3, compress_ratios=(0, 4, 128))
     cache = KVCache(config, slots=2, max_len=1000, window_page=64)
     swa, c4, c128 = cache.layers
@@ -184,10 +184,10 @@ def test_flash_pages_and_ring():
     assert [rows.data.shape[0] for rows in (c4.compressed, c4.index_keys, c128.compressed)] == [8, 8, 8]
     assert (swa.window.num_rows, swa.window.page_size, cache.ring) == (256, 64, 128)
     assert cache.block_tables.shape == (2, 4)
-    # SPEC 3.5: rings of 8 positions of twice the width, and of 128
+    # rings of 8 positions of twice the width, and of 128
     assert [list(s.kv.shape) for s in (c4.state, c4.index_state, c128.state)] == [[2, 8, 1024], [2, 8, 256], [2, 128, 512]]
     assert c4.state.kv.dtype == torch.float32
-    # SPEC 7 row 15: a ratio-0 layer sees its window and nothing else
+    # a ratio-0 layer sees its window and nothing else
     assert [swa.compressed, swa.index_keys, swa.state, swa.index_state] == [None] * 4
     assert c128.index_keys is None
     assert KVCache(config, slots=1, max_len=10, window_page=256).ring == 256
@@ -206,7 +206,7 @@ def test_only_the_model_s_ratios(device):
 
 
 def test_width_of_entry_indices(device, monkeypatch):
-    """FAULTS B9: metadata made for a capture with short dummy lengths is as wide as the longest replay needs."""
+    """Metadata made for a capture with short dummy lengths is as wide as the longest replay needs."""
     cache = make(device=device)
     slot = cache.acquire()
     cache.reserve(slot, 700)
@@ -311,7 +311,7 @@ def test_padded_rows_behind_a_prefill(looks_at_steps):
 
 
 def test_a_wild_slot_counts_as_padded_where_nobody_looks(monkeypatch):
-    """FAULTS B3: stale rows of a graph's buffers reach no one's rows."""
+    """Stale rows of a graph's buffers reach no one's rows."""
     cache = make()
     cache.reserve(cache.acquire(), 200)
     monkeypatch.setattr(kvcache, "readable", lambda tensor: False)
@@ -362,7 +362,7 @@ def allocated(cache):
     ("slots", "max_len", "window_page", "logical_page"), [(1, 1, 64, 256), (3, 700, 256, 128), (2, 257, 32, 256)]
 )
 def test_the_plan_is_what_is_allocated(fmt, slots, max_len, window_page, logical_page):
-    """FAULTS D4, D9: every pool is sized by its own row, format and page."""
+    """Every pool is sized by its own row, format and page."""
     config = dataclasses.replace(FLASH, num_layers=5, compress_ratios=(0, 4, 128, 4, 0))
     args = {"slots": slots, "max_len": max_len, "window_page": window_page, "fmt": fmt, "logical_page": logical_page}
     plan, cache = plan_cache(config, **args), KVCache(config, **args)
@@ -374,7 +374,7 @@ def test_the_plan_is_what_is_allocated(fmt, slots, max_len, window_page, logical
 
 
 def test_v4_flash_costs_what_the_specification_says():
-    """SPEC 3.5 and 3.6, FP8 rows and FP8 index keys (132 bytes, not 68)."""
+    """FP8 rows of 584 bytes and FP8 index keys of 132 (68 would be FP4's)."""
     plan = plan_cache(FLASH, max_len=1 << 20)
     assert plan.token == 21 * (584 + 132) / 4 + 20 * 584 / 128 == 3850.25
     assert plan.window == 43 * 2 * 37440
@@ -408,7 +408,7 @@ def test_longest_fits_and_one_page_more_does_not(slots, spare, fmt, window_page)
 
 
 def test_the_plan_refuses_a_pool_of_nothing():
-    """FAULTS G6: a budget that rounds to no page is an error, not a pool of size 0."""
+    """A budget that rounds to no page is an error, not a pool of size 0."""
     with pytest.raises(ValueError, match=r"plan_cache: memory_bytes must be at least \d+ bytes \(one page of 256 tokens"):
         plan_cache(FLASH, max_len=4096, memory_bytes=3 << 20)
     with pytest.raises(ValueError, match="plan_cache: num_pages must be >= 1, got 0"):

@@ -1,4 +1,4 @@
-"""Imports point one way (DESIGN: each part names what it may import), and the trace reader and the front door stay light."""
+"""Imports point one way (each part names what it may import), and the trace reader and the front door stay light."""
 
 import ast
 import subprocess

@@ -97,7 +97,7 @@ def test_not_finite_numbers_go_through(kind):
 @kinds
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_groups_are_block_diagonal(kind, groups):
-    """SPEC 7.19: wo_a is G small matrices, each for its own group's input, not one dense product."""
+    """wo_a is G small matrices, each for its own group's input, not one dense product."""
     out, width = 136, 64
     x, weight = torch.randn(3, groups, width), KINDS[kind](torch.randn(groups * out, width))
     w = dequantize(weight, torch.float64).view(groups, out, width)

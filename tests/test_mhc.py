@@ -108,7 +108,7 @@ def test_column_order_is_stream_major():
 
 
 def test_parameters_are_not_rounded():
-    """SPEC 7.29: bfloat16 parameters move the gates by 1e-3 and more; they are refused."""
+    """bfloat16 parameters move the gates by 1e-3 and more; they are refused."""
     C = 512
     h, (fn, base, scale) = torch.randn(2, 4, C), site(C)
     comb = mhc_pre(h, fn, base, scale, **CONFIG)[2]
@@ -118,7 +118,7 @@ def test_parameters_are_not_rounded():
 
 
 def test_post_contracts_over_the_first_index():
-    """SPEC 7.28: comb[j, k] carries stream j to stream k."""
+    """comb[j, k] carries stream j to stream k."""
     C = 5
     h, y = torch.randn(1, 4, C), torch.randn(1, C)
     comb = torch.zeros(1, 4, 4)
@@ -141,7 +141,7 @@ def test_post_matches_the_loops(T, C):
 
 
 def test_a_long_stack_neither_grows_nor_dies():
-    """SPEC 7.30: mixing has eigenvalue 1 (a nearly doubly stochastic comb), so 86 sites without output keep the mean."""
+    """Mixing has eigenvalue 1 (a nearly doubly stochastic comb), so 86 sites without output keep the mean."""
     C = 64
     h = torch.randn(2, 4, C, dtype=torch.float64)
     mean, comb = h.mean(1), sinkhorn(torch.randn(2, 4, 4, dtype=torch.float64), 200, 0.0)

@@ -69,7 +69,7 @@ def routed(T, E, k):
     ("T", "E", "k", "C", "width", "shared"), [(1, 4, 2, 32, 32, 32), (7, 5, 3, 160, 96, 64), (20, 8, 6, 64, 32, 64)]
 )
 def test_matches_token_by_token(kind, T, E, k, C, width, shared):
-    """SPEC 7.20, 7.21: the clamp in routed and shared experts; a stored layer is its dequantised twin."""
+    """The clamp in routed and shared experts; a stored layer is its dequantised twin."""
     w, (ids, weights) = experts(E, C, width, kind, shared, scale=4.0), routed(T, E, k)
     x = 2 * torch.randn(T, C)
     want = token_by_token(x, ids, weights, w)
@@ -170,7 +170,7 @@ def test_ranks_add_up_to_the_whole():
 
 
 def test_the_routing_weight_is_linear_and_the_shared_expert_has_none():
-    """SPEC 7.23: the shared expert is always added, however the ids were chosen."""
+    """The shared expert is always added, however the ids were chosen."""
     w, (ids, weights) = experts(4, 64, 32), routed(3, 4, 2)
     x = torch.randn(3, 64, dtype=torch.float64)
     shared = moe(x, ids, weights * 0, w, LIMIT)

@@ -34,7 +34,7 @@ def test_bfloat16_is_rounded_once(norm):
 
 
 def test_head_norm_takes_the_whole_head():
-    """SPEC 7.7: every query head, over all 512 channels, those with RoPE included, without a weight."""
+    """Every query head, over all 512 channels, those with RoPE included, without a weight."""
     q = torch.randn(3, 64, 512) * torch.logspace(-1, 3, 64)[:, None]
     out = head_norm(q, EPS)
     assert torch.allclose(out.square().mean(-1), torch.ones(3, 64), atol=1e-3)

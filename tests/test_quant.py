@@ -80,7 +80,7 @@ def test_e8m0_decodes_every_byte(dtype):
 
 
 def test_e8m0_is_read_by_reinterpretation():
-    """SPEC 7.25: a byte converted by value gives scales up to 255, the float8 type's own conversion agrees with ours."""
+    """A byte converted by value gives scales up to 255, the float8 type's own conversion agrees with ours."""
     ours = e8m0_decode(BYTES)
     assert rel_err(ours, BYTES.view(E8M0).float()) == 0
     assert ours[127] == 1.0
@@ -152,7 +152,7 @@ def test_e2m1_rounds_to_even_and_saturates():
 @pytest.mark.parametrize(("out", "width"), [(128, 128), (130, 200), (1, 129), (257, 32)])
 @pytest.mark.parametrize("scale_dtype", [E8M0, torch.float32], ids=["e8m0", "f32"])
 def test_fp8_weights_against_the_format(out, width, scale_dtype):
-    """SPEC 7.26: Flash-Base stores its FP8 scales as float32."""
+    """Flash-Base stores its FP8 scales as float32."""
     w = torch.randn(out, width) * torch.logspace(-3, 3, out)[:, None]
     q = quantize_fp8(w, scale_dtype)
     assert q.kind == "fp8"
@@ -192,7 +192,7 @@ def test_fp4_weights_against_the_format(out, width):
 
 @pytest.mark.parametrize(("spread", "lossless"), [(0, True), (7, True), (30, False)])
 def test_fp4_as_fp8_is_lossless_only_while_the_scales_lie_close(spread, lossless):
-    """SPEC 7.27: E4M3 holds E2M1's values under one scale for 128x128 while the row scales differ by a few powers of two."""
+    """E4M3 holds E2M1's values under one scale for 128x128 while the row scales differ by a few powers of two."""
     codes = torch.randint(0, 256, (128, 64), dtype=torch.uint8)
     codes[:, 0] = 0x77  # every group of the first 32 columns holds a 6
     scale = torch.full((128, 4), 120, dtype=torch.uint8)
@@ -261,7 +261,7 @@ def test_stacks_rows_and_experts_are_views_of_the_same_numbers(quantize):
 
 
 def python_cast(row, largest, floor):
-    """SPEC 2.0 on one group, in Python floats: the scale's exponent."""
+    """The scale's exponent of one group, in Python floats."""
     return math.ceil(math.log2(max(max(abs(x) for x in row), floor) / largest))
 
 
@@ -292,7 +292,7 @@ def test_a_row_of_zeros_takes_the_floor():
 
 
 def test_fake_quant_fp8_really_rounds():
-    """SPEC 2.3.7: the April reference's cast was an identity; a value between two codes must move."""
+    """The April reference's cast was an identity; a value between two codes must move."""
     x = torch.full((1, 64), 1.0)
     x[0, 1] = 1.03
     assert fake_quant_fp8(x, 64)[0, 1] == 1.0

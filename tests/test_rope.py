@@ -12,7 +12,7 @@ FLASH = ModelConfig()
 FP32_STEP = 3e-7  # a sine, a cosine, two products and a sum
 BF16_STEP = 4e-3  # one rounding to bfloat16 is at most half a step, 2**-8
 
-# pair: window layers, compressed layers (SPEC 2.0)
+# pair: window layers, compressed layers
 CHECK_VALUES = {
     1: (7.498942e-1, 6.876560e-1),
     15: (1.333521e-2, 3.635539e-3),
@@ -34,7 +34,7 @@ def turned(x, positions, freqs, sign=1):
 
 @pytest.mark.parametrize("pair", CHECK_VALUES)
 def test_check_values(pair):
-    """SPEC 7.1, 7.3, 7.5: two bases (10000 and 160000, not 40000), YaRN on the compressed layers and on no other."""
+    """Two bases (10000 and 160000, not 40000), YaRN on the compressed layers and on no other."""
     window, compressed = CHECK_VALUES[pair]
     # seven digits are given: half a unit of the last
     assert frequencies(FLASH, 0)[pair].item() == pytest.approx(window, rel=5e-7)
@@ -97,7 +97,7 @@ def test_pairs_are_adjacent_and_the_rest_keeps_its_bits():
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_no_attention_temperature(ratio):
-    """SPEC 7.4: a rotation keeps lengths; YaRN's mscale would stretch them by 1.277."""
+    """A rotation keeps lengths; YaRN's mscale would stretch them by 1.277."""
     x = torch.randn(6, 64, dtype=torch.float64)
     out = rope(x, torch.arange(0, 600, 100), frequencies(FLASH, ratio))
     assert torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-12)
@@ -105,7 +105,7 @@ def test_no_attention_temperature(ratio):
 
 @pytest.mark.parametrize("positions", [[0, 1, 127], [65536, 500_000, 1_048_575]])
 def test_the_inverse_undoes(positions):
-    """SPEC 7.6: the attention output is rotated back by the query's own position."""
+    """The attention output is rotated back by the query's own position."""
     x, positions = torch.randn(3, 2, 512), torch.tensor(positions)
     freqs = frequencies(FLASH, 4)
     back = rope(rope(x, positions, freqs), positions, freqs, inverse=True)

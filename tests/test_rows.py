@@ -61,7 +61,7 @@ def test_reads_every_code(fmt, device):
 
 
 def test_page_bytes_are_those_of_the_layouts():
-    """SPEC 3.1 and 3.4; FAULTS D9: a planner that sizes one format by another's row."""
+    """Each format by its own row: a planner that sizes one by another's wastes memory or runs past it."""
     assert [page_bytes("fp8_584", P) for P in (2, 64, 128, 256)] == [1728, 37440, 74880, 149760]
     assert [page_bytes("fp8_584", P, stride_pad=False) for P in (2, 64)] == [1168, 37376]
     assert page_bytes("fp8_132", 64) == 8448
@@ -74,7 +74,7 @@ def test_page_bytes_are_those_of_the_layouts():
 
 @pytest.mark.parametrize(("page_size", "place"), [(64, 0), (64, 63), (2, 1), (256, 200)])
 def test_fp8_584_bytes_stand_where_the_layout_says(page_size, place, device):
-    """FAULTS C1: a page is planar, the scales of all rows behind the codes of all rows."""
+    """A page is planar, the scales of all rows behind the codes of all rows."""
     values = torch.randn(512, device=device)
     rows = allocate(3, page_size, "fp8_584", device=device)
     write_rows(rows, at(2 * page_size + place, device=device), values[None])
@@ -94,7 +94,7 @@ def test_fp8_584_bytes_stand_where_the_layout_says(page_size, place, device):
 
 @pytest.mark.parametrize("place", [0, 1, 63])
 def test_fp8_132_bytes_stand_where_the_layout_says(place, device):
-    """FAULTS C1 again: read as 132 interleaved bytes, every place but the first is wrong and nothing says so."""
+    """Read as 132 interleaved bytes, every place but the first is wrong and nothing says so."""
     values = torch.randn(128, device=device)
     rows = allocate(2, 64, "fp8_132", 128, device=device)
     write_rows(rows, at(64 + place, device=device), values[None])
@@ -131,7 +131,7 @@ def test_reads_what_it_wrote(fmt, page_size, device):
 
 
 def test_pages_of_64_and_256_hold_the_same_rows(device):
-    """FAULTS D7: the page size is an argument, not a property of the bytes of a row."""
+    """The page size is an argument, not a property of the bytes of a row."""
     values = torch.randn(512, 512, device=device)
     where = torch.arange(512, device=device)
     got = []
@@ -182,7 +182,7 @@ def special_rows():
 @pytest.mark.parametrize("amax", special_rows())
 @pytest.mark.parametrize("fmt", ["fp8_584", "fp8_132"])
 def test_scale_follows_the_largest_value(fmt, amax, device):
-    """SPEC 2.0, Q8: an exact power of two stays, the floor of 1e-4 is on the amax, nothing overflows."""
+    """An exact power of two stays, the floor of 1e-4 is on the amax, nothing overflows."""
     rows = allocate(1, 2, fmt, width(fmt), device=device)
     values = torch.zeros(1, rows.width, device=device)
     values[0, :4] = torch.tensor([amax, -amax, amax / 2, amax / 3])
@@ -243,7 +243,7 @@ def test_physical_row_is_page_and_place(where, page_size):
 
 @pytest.mark.parametrize("fmt", ["fp8_584", "fp8_132", "bf16"])
 def test_rows_past_two_to_the_31_bytes(fmt, device):
-    """FAULTS D1, D2: offsets of pages beyond 2 GiB, in the writer and in the reader."""
+    """Offsets of pages beyond 2 GiB, in the writer and in the reader."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     stride = 2**20 + 576
     pages = 2200

@@ -14,7 +14,7 @@ from deepdecode.testing.numeric import rel_err, worst_row_err
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HEADS = (8, 16, 32, 64, 128)
-# the contract's bounds (DESIGN): over the tensor, and in the worst (token, head) row
+# the contract's bounds: over the tensor, and in the worst (token, head) row
 MAX_ERR, MAX_ROW_ERR = 2.5e-3, 5e-3
 # what the bounds hold for; rivals and rung 0 show their error
 BOUND = ("deepdecode", "deepdecode portable", "deepdecode rung 1")

@@ -14,7 +14,7 @@ MARKERS = "osD^vPX*h"
 
 
 def plot_results(path: Path, *, op: str = "attention") -> list[Path]:
-    """Draw the rows of a result file (DESIGN's form): a picture for each form of cache and key count, a column for each H.
+    """Draw the rows of a result file: a picture for each form of cache and key count, a column for each H.
 
     Args:
         path: the JSON; pictures are named after it and stand beside it. Rows without a time are left out.

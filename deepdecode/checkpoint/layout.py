@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint has: official names, shapes and formats (SPEC 4.1), and the names others give them (4.3, 4.4)."""
+"""Which tensors a checkpoint has: official names, shapes and formats, and the names others give them."""
 
 import re
 from collections.abc import Iterator, Mapping

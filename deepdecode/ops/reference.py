@@ -1,4 +1,4 @@
-"""The coarse table on references: each entry composed of the fine ops, in the order of SPEC 2.
+"""The coarse table on references: each entry composed of the fine ops, in the model's order.
 
 This is what runs off the GPU, and what every fused kernel is compared with.
 """

@@ -1,4 +1,4 @@
-"""Paged rows: the byte layouts of the caches (SPEC 3.1, 3.4), and how rows are read and written.
+"""Paged rows: the byte layouts of the caches, and how rows are read and written.
 
 One page, P = page_size; the page stride is `data.stride(0)`, so padded pages and views of a larger pool are fine:
 
@@ -159,7 +159,7 @@ def read_rows(cache: PagedRows, rows: torch.Tensor) -> torch.Tensor:
 def write_rows(cache: PagedRows, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Quantise rows and write them, in place and without a host sync.
 
-    fp8_584: Q8 of SPEC 2.0 on the first 448 values in groups of 64: a = max(max|x|, 1e-4), s = 2**ceil(log2(a / 448)),
+    fp8_584: on the first 448 values in groups of 64: a = max(max|x|, 1e-4), s = 2**ceil(log2(a / 448)),
         code = e4m3(clamp(x / s, -448, 448)); the last 64 values round to bfloat16.
     fp8_132: one scale a row, s = max(max|x|, 1e-4) / 448 in float32; code = e4m3(clamp(x / s, -448, 448)).
     A group with a NaN or infinity reads back as NaN (fp8_132: where the NaN or infinity was). Rounding is to nearest even.
