@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small_traces import STEP, kineto, nsys, nsys_csv, schedule
 
-from deepdecode.trace import TraceError, load, load_rules, profile
+from deepdecode.trace import TraceError, columns, load, load_rules, profile
 from deepdecode.trace.findings import append
 from deepdecode.trace.html import write_html
 from deepdecode.trace.load import _clip_overruns
@@ -104,6 +104,12 @@ def test_kernels_without_a_name(tmp_path):
     rows = [{"ph": "X", "cat": "kernel", "ts": i, "dur": 1} | ({"name": ""} if i % 2 else {}) for i in range(10)]
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": rows}))
     assert load(tmp_path / "t.json").names == ("(unnamed)",)
+
+
+def test_ranges_past_the_limit_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "MAX_ANNOTATIONS", 5)
+    assert [note.split(":")[0] for note in load(kineto(tmp_path / "t.json")).notes] == ["more than 200000 named ranges"]
+    assert load(kineto(tmp_path / "t.json", schedule(steps=5))).notes == ()
 
 
 def test_an_absurd_duration_near_the_end_is_cut_too():

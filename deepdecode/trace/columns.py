@@ -45,7 +45,7 @@ class Collector:
         self.notes: list[str] = []
         self.name_chars = 0
         self.events = self.bad = self.recovered = self.impossible = self.drops = self.captures = 0
-        self.truncated = self.graph_summary = False
+        self.truncated = self.graph_summary = self.too_many_ranges = False
 
     def process(self, file: int) -> int:
         """A number for one more process."""
@@ -67,5 +67,7 @@ class Collector:
 
     def annotate(self, name: str, start: int, dur: int, process: int, thread: int, gpu: bool) -> None:
         """Keep a named range, while there are not too many."""
-        if len(self.annotations) < MAX_ANNOTATIONS:
+        if len(self.annotations) >= MAX_ANNOTATIONS:
+            self.too_many_ranges = True
+        else:
             self.annotations.append((clean(name[:MAX_ANNOTATION]), start, max(dur, 0), process, thread, gpu))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from deepdecode.trace import kineto, nsys, nsys_csv
-from deepdecode.trace.columns import CALL, HINT, MAX_NAMES, OTHER_NAMES, ROW, Collector
+from deepdecode.trace.columns import CALL, HINT, MAX_ANNOTATIONS, MAX_NAMES, OTHER_NAMES, ROW, Collector
 from deepdecode.trace.model import KERNEL, SKIPPED, Annotation, Gpu, Health, Launches, Source, Table, Trace, TraceError
 from deepdecode.trace.stream import Progress
 
@@ -193,6 +193,8 @@ def assemble(sources: list[Source], into: Collector) -> Trace:
     )
     marks.sort(key=lambda m: (m[1], -m[2]))
     annotations = tuple(Annotation(name, t - origin, dur, p, thread, on_gpu) for name, t, dur, p, thread, on_gpu in marks)
+    if into.too_many_ranges:
+        into.notes.append(f"more than {MAX_ANNOTATIONS} named ranges: steps that only the rest would show are missed")
     if OTHER_NAMES in into.names:
         into.notes.append(f"more than {MAX_NAMES} distinct kernel names, or very long ones: the rest are counted as one")
     return Trace(tuple(sources), table, tuple(into.names), launches, annotations, gpus, origin, health, tuple(into.notes))

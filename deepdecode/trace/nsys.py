@@ -242,7 +242,7 @@ class _Export:
         query = (
             f"SELECT substr({text}, 1, {MAX_ANNOTATION}),"
             ' CAST("start" AS INTEGER), CAST("end" AS INTEGER), CAST(globalTid AS INTEGER)'
-            f" FROM NVTX_EVENTS WHERE typeof(\"end\") = 'integer' AND typeof(\"start\") = 'integer' LIMIT {MAX_ANNOTATIONS}"
+            f" FROM NVTX_EVENTS WHERE typeof(\"end\") = 'integer' AND typeof(\"start\") = 'integer' LIMIT {MAX_ANNOTATIONS + 1}"
         )
         for name, start, end, tid in self.sql.execute(query):
             if name and abs(start) < MAX_NS and abs(end) < MAX_NS:
