@@ -21,11 +21,20 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("DEEPDECODE_TRACEBACK") == "1":
             raise
         known = isinstance(error, ValueError | OSError) and str(error)
-        print(f"error: {error if known else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         hint = getattr(error, "hint", None) or (None if known else "DEEPDECODE_TRACEBACK=1 shows where this happened")
+        if _is_out_of_memory(error):
+            known, hint = True, "`deepdecode inspect DIR` says what fits where; a smaller --context or --batch takes less"
+            error = f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more was given'}"
+        print(f"error: {error if known else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         if hint:
             print(f"\nhint: {hint}", file=sys.stderr)
         return 2
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch's error on a GPU by its name, since torch may not be loaded; on a CPU it is a RuntimeError like any other
+    on_gpu = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or on_gpu or "can't allocate memory" in str(error)
 
 
 def _open_streams() -> None:

@@ -45,7 +45,7 @@ class Request:
 
 @dataclass
 class Clock:
-    """Seconds until each row's first token, and over the steps after it."""
+    """When generation started, when its first and its last token came (of whichever row), and how many came."""
 
     start: float
     first: float | None = None
@@ -204,14 +204,14 @@ def _print_rows(
 
 
 def _stats(clock: Clock, runner: Runner, loaded: float, prompts: list[list[int]]) -> dict[str, object]:
-    first = (clock.first or clock.last or clock.start) - clock.start
-    later = clock.last - clock.start - first
+    first = None if clock.first is None else round(clock.first - clock.start, 4)
+    later = 0.0 if clock.first is None else clock.last - clock.first
     made_later = clock.tokens - len(prompts)
     return {
         "device": str(runner.device),
         "load_s": round(loaded, 3),
         "prompt_tokens": sum(len(ids) for ids in prompts),
-        "first_token_s": round(first, 4),
+        "first_token_s": first,
         "generated_tokens": clock.tokens,
         "tokens_per_s": round(made_later / later, 2) if made_later > 0 and later > 0 else None,
         "peak_memory_bytes": _peak_memory(runner.device),
@@ -236,9 +236,10 @@ def _sentence(stats: dict[str, object], model: str) -> str:
     kernels = [name for name, ran in stats["ops"].items() if ran == "kernel"]  # pyright: ignore[reportAttributeAccessIssue]
     who = f"kernels: {', '.join(kernels)}; the rest reference" if kernels else "every op ran its reference"
     speed = f"{stats['tokens_per_s']} tokens/s" if stats["tokens_per_s"] else "too few tokens to time"
+    first = "no first token" if stats["first_token_s"] is None else f"first token {stats['first_token_s']} s"
     peak = stats["peak_memory_bytes"]
     memory = f"{peak / 1e6:.0f} MB peak, " if isinstance(peak, int) else ""
     return (
-        f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, first token {stats['first_token_s']} s, "
+        f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, {first}, "
         f"{stats['generated_tokens']} generated, {speed}, {memory}cache {stats['cache_bytes'] / 1e6:.1f} MB; {who}"  # pyright: ignore[reportOperatorIssue]
     )

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from small_checkpoint import TINY
 
 from deepdecode import __version__
@@ -95,7 +96,9 @@ def test_extreme_sampling(capsys):
 def test_no_new_tokens(capsys):
     doc = document(capsys, "x", "--max-new-tokens", "0")
     assert [(row["ids"], row["text"], row["finish"]) for row in doc["rows"]] == [([], "", "length")]
-    assert (doc["stats"]["generated_tokens"], doc["stats"]["tokens_per_s"]) == (0, None)
+    assert [doc["stats"][name] for name in ("generated_tokens", "first_token_s", "tokens_per_s")] == [0, None, None]
+    assert main(["generate", "x", "--max-new-tokens", "0"]) == 0
+    assert "2 prompt tokens, no first token, 0 generated, too few tokens to time" in capsys.readouterr().err
 
 
 def test_a_prompt_on_stdin_that_is_no_text(capsys, monkeypatch):
@@ -222,6 +225,23 @@ def test_a_tokenizer_of_another_model_is_found_before_weights_are_read(capsys, t
         args = ["generate", prompt, "--checkpoint", str(tmp_path / name), "--max-new-tokens", "0", "--cache", "f32"]
         assert main(args) == 2
         assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("allocate", "want"),
+    [
+        (lambda *_, **__: torch.empty(1 << 60), "error: out of memory: [enforce fail at alloc_cpu.cpp"),
+        (lambda *_, **__: bytearray(1 << 60), "error: out of memory: no more was given"),
+    ],
+)
+def test_too_little_memory(capsys, monkeypatch, allocate, want):
+    monkeypatch.setattr("deepdecode.generate.load_model", allocate)
+    monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", False)
+    assert main(["generate", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(want)
+    assert err.endswith("\n\nhint: `deepdecode inspect DIR` says what fits where; a smaller --context or --batch takes less\n")
+    assert err.count("\n") == 3
 
 
 def test_a_traceback_when_asked(monkeypatch):
