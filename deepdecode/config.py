@@ -262,7 +262,7 @@ def _parse(fields: _Fields, generation: _Fields | None = None) -> tuple[ModelCon
     drafts = max(drafts, fields.integer("num_nextn_predict_layers", 0, 64) if fields.has("num_nextn_predict_layers") else 0)
     if drafts:
         kind = "DSpark draft" if drafts > 1 or any("dspark" in key.lower() for key in raw) else "MTP draft"
-        notes.append(f"{fields.name}: {drafts} {kind} layer{'s' if drafts > 1 else ''}: mtp.* tensors are not loaded")
+        notes.append(f"{fields.name}: {drafts} {kind} layer{'s' if drafts > 1 else ''}: any mtp.* tensors are skipped")
 
     for ours, name in (("norm_eps", "norm_eps" if inference else "rms_norm_eps"), ("hc_eps", "hc_eps")):
         if inference and name not in raw:

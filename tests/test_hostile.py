@@ -38,6 +38,9 @@ BOTH = {"a": entry(), "b": entry(offsets=(8, 16))}
     [
         (b"", "x.safetensors: is not a safetensors file: it has 0 bytes"),
         (b"\x01\x02\x03", "x.safetensors: is not a safetensors file: it has 3 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n",
+         "x.safetensors: is a Git LFS pointer, not the file itself, which `git lfs pull` fetches$"),
+        (b"version https://git-l", "x.safetensors: header must be at most 100000000 bytes"),
         (pack({}, length=2**63), "x.safetensors: header must be at most 100000000 bytes, got 9223372036854775808"),
         (pack({}, length=100_000_001), "x.safetensors: header must be at most 100000000 bytes, got 100000001"),
         (pack({}, length=50), "x.safetensors: is cut short: the header has 50 bytes, the file 10"),
@@ -271,6 +274,18 @@ def test_missing_and_cut_shards(tmp_path):
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=f"{shards[1].name}: must be a file, found none"):
         load_model(tmp_path / "c")
+    # before what the index says of a file that is there
+    index = json.loads((tmp_path / "c" / INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name != "embed.weight"}
+    (tmp_path / "c" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{shards[1].name}: must be a file, found none"):
+        load_model(tmp_path / "c")
+    found = []
+    open_checkpoint(tmp_path / "c", found=found)
+    assert found[:2] == [
+        f"{shards[1].name}: must be a file, found none",
+        f"{shards[0].name}: embed.weight is not listed there by {INDEX}",
+    ]
     # without an index, the tensors that are gone are named
     (tmp_path / "c" / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint: \S+ is missing"):

@@ -18,6 +18,8 @@ import torch
 from deepdecode.config import parse_json, shown
 
 MAX_HEADER_BYTES = 100_000_000
+# how a file begins that stands for one which has not been fetched
+LFS = b"version https://git-lfs"
 # above what the largest config we read asks for: six for each expert, and the rest
 MAX_TENSORS = 700_000
 
@@ -117,6 +119,8 @@ def open_file(path: Path) -> TensorFile:
             length = int.from_bytes(head, "little")
             if len(head) < 8:
                 raise CheckpointError(f"{name}: is not a safetensors file: it has {size} bytes")
+            if head == LFS[:8] and file.read(len(LFS) - 8) == LFS[8:]:
+                raise CheckpointError(f"{name}: is a Git LFS pointer, not the file itself, which `git lfs pull` fetches")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{name}: header must be at most {MAX_HEADER_BYTES} bytes, got {length}")
             if 8 + length > size:

@@ -124,7 +124,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, found: list[str] | None = N
     return checkpoint
 
 
-def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterator[TensorFile]:
+def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> list[TensorFile]:
     index, listed = path / INDEX, None
     if index.exists():
         try:
@@ -144,20 +144,22 @@ def _open_files(path: Path, fault: Callable[[str], None], go_on: bool) -> Iterat
             )
         else:
             fault(f"{shown(path.name)}: holds no *.safetensors file")
+    files: list[TensorFile] = []
     for name in names:
         try:
-            file = open_file(path / name)
+            files.append(open_file(path / name))
         except CheckpointError as problem:
             if not go_on:
                 raise
             fault(str(problem))
-            continue
-        if listed is not None:
-            for tensor in sorted(by_file[name] - file.tensors.keys()):
-                fault(f"{INDEX}: {shown(tensor)} must be in {shown(name)}, which does not hold it")
-            for tensor in sorted(file.tensors.keys() - by_file[name]):
-                fault(f"{shown(name)}: {shown(tensor)} is not listed there by {INDEX}")
-        yield file
+    # after the files that are missing or broken, of which the rest is mostly a consequence
+    for file in files if listed is not None else ():
+        name = file.path.name
+        for tensor in sorted(by_file[name] - file.tensors.keys()):
+            fault(f"{INDEX}: {shown(tensor)} must be in {shown(name)}, which does not hold it")
+        for tensor in sorted(file.tensors.keys() - by_file[name]):
+            fault(f"{shown(name)}: {shown(tensor)} is not listed there by {INDEX}")
+    return files
 
 
 def _read_index(index: Path) -> dict[str, str]:
