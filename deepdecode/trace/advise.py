@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deepdecode.trace.compare import UNKNOWN_LIMIT, WHOLE, spread
-from deepdecode.trace.model import DeviceProfile, Kernel, Profile, TraceError
+from deepdecode.trace.compare import WHOLE, spread
+from deepdecode.trace.model import UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile, TraceError
 from deepdecode.trace.render import count, ms, percent, quote
 
 SCHEMA = 1  # of Advice as JSON

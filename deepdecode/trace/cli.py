@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from deepdecode.trace.model import CATEGORIES, Profile, TraceError
+from deepdecode.trace.model import CATEGORIES, UNKNOWN_LIMIT, Profile, TraceError
 
 COMMANDS = {
     "profile": "where the time of one trace goes, by category and by kernel",
     "compare": "what changed between two or more traces, or serving results, per step",
     "advise": "what to work on next, as upper bounds, and record the decision",
 }
-UNKNOWN_LIMIT = 5.0  # percent of GPU time in no category
 
 EXAMPLES = {
     "profile": """examples:
@@ -74,7 +73,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         p.add_argument(
             "--unknown-limit",
             type=float,
-            default=UNKNOWN_LIMIT,
+            default=100 * UNKNOWN_LIMIT,
             metavar="PERCENT",
             help="exit 1 above this (default %(default)g)",
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepdecode.trace.model import CATEGORIES, DeviceProfile, Kernel, Profile
+from deepdecode.trace.model import CATEGORIES, UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile
 from deepdecode.trace.render import count, health_text, ms, percent, quote, short, signed_percent
 
 SCHEMA = 1  # of Comparison as JSON
@@ -20,7 +20,6 @@ MIN_STEPS = 4
 SHARE_POINTS = 0.01  # a share that moves less than this has not moved
 MOVED = 0.5  # of a category's fall, found in kernels that are new in another category
 PRECISION_SHARE = 0.10  # of GEMM and MoE time of known precision
-UNKNOWN_LIMIT = 0.05
 WHOLE = "none"  # how Steps.signal starts when the whole capture counts as one step
 NOISE_RULE = (
     "a change counts when it passes the larger interquartile range of the two runs' steps, "

@@ -64,7 +64,9 @@ def append(path: str | Path, text: str) -> None:
     try:
         _append(path, text)
     except OSError as e:
-        raise TraceError(f"findings: {path} must be a file that can be appended to, got {e.strerror}") from None
+        raise TraceError(
+            f"findings: {path} must be a file that can be appended to, got {e.strerror}", "--findings names another file"
+        ) from None
 
 
 def _append(path: str | Path, text: str) -> None:

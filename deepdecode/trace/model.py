@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+UNKNOWN_LIMIT = 0.05  # of busy time in no category; above it the categories say too little
+
 SCHEMA = 1  # of Profile as JSON; rises when a field changes meaning or goes
 
 SKIPPED = "skipped "  # how a note begins that names another file of a folder

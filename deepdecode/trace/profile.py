@@ -11,6 +11,7 @@ from deepdecode.trace.model import (
     CATEGORIES,
     KERNEL,
     SCHEMA,
+    UNKNOWN_LIMIT,
     Category,
     DeviceProfile,
     Gap,
@@ -27,7 +28,6 @@ from deepdecode.trace.model import (
     Warning,
 )
 
-UNKNOWN_LIMIT = 0.05  # of busy time; above it the categories say too little
 MAX_GAPS, MAX_SLICES = 20, 3000
 PHASES = ("decode", "prefill", "mixed", "training", "unknown")
 KINDS = ("kernel", "memcpy", "memset")
