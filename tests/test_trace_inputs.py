@@ -16,6 +16,7 @@ import pytest
 from small_traces import STEP, kineto, nsys, nsys_csv, schedule
 
 from deepdecode.trace import TraceError, columns, load, load_rules, profile
+from deepdecode.trace import kineto as kineto_reader
 from deepdecode.trace.findings import append
 from deepdecode.trace.html import write_html
 from deepdecode.trace.load import _clip_overruns
@@ -236,6 +237,22 @@ def test_nothing_but_a_regular_file_is_read_or_written(tmp_path, fifo):
         with pytest.raises(TraceError, match=rf"{what}: .*must be a regular file|{what} must be a regular file"):
             act(fifo)
     assert fifo.is_fifo()
+
+
+def test_what_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(TraceError, match="x: file must be readable, got File name too long"):
+        load("x" * 5000)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    for rank in range(2):
+        kineto(tmp_path / f"{rank}.json", schedule(steps=3 + rank))
+    read = kineto_reader.read
+    monkeypatch.setattr(kineto_reader, "read", lambda path, *rest: denied() if path.name == "1.json" else read(path, *rest))
+    assert load(tmp_path).notes == ("skipped 1.json: file must be readable, got Permission denied",)
+    with pytest.raises(TraceError, match=r"1\.json: file must be readable, got Permission denied"):
+        load(tmp_path / "1.json")
 
 
 def test_a_report_follows_a_link(tmp_path):

@@ -198,7 +198,7 @@ def run_compare(args: argparse.Namespace, argv: list[str]) -> int:
 
     if len(args.traces) < 2:
         raise Usage(f"compare: two or more traces must be given, got {len(args.traces)}", "deepdecode compare --help")
-    serving = [Path(path).is_file() and is_serving(path) for path in args.traces]
+    serving = [os.path.isfile(path) and is_serving(path) for path in args.traces]
     if all(serving):
         return run_serving(args, argv)
     if any(serving):
@@ -282,7 +282,8 @@ def protect(args: argparse.Namespace) -> None:
     """What is read must not be written, whatever was typed."""
     paths = [path for path in (getattr(args, "trace", None), args.rules, *getattr(args, "traces", ())) if path]
     inputs = [Path(path) for path in paths if os.path.exists(path)]
-    inputs += [file for folder in inputs if folder.is_dir() for file in folder.iterdir()]
+    folders = [path for path in inputs if path.is_dir() and os.access(path, os.R_OK | os.X_OK)]
+    inputs += [file for folder in folders for file in folder.iterdir()]
     html, findings = getattr(args, "html", None), getattr(args, "findings", None)
     if html and findings and os.path.realpath(html) == os.path.realpath(findings):
         raise Usage(f"{args.command}: --html must name a file that is not --findings, got {html} twice")

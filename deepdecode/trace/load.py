@@ -43,8 +43,11 @@ def load(path: str | os.PathLike[str], *, progress: Progress | None = None) -> T
     """
     path = Path(path)
     into = Collector()
-    files = _distinct(_files(path), into)
-    total = sum(f.stat().st_size for f in files)
+    try:
+        files = _distinct(_files(path), into)
+        total = sum(f.stat().st_size for f in files)
+    except OSError as e:
+        raise TraceError(f"{path}: file must be readable, got {e.strerror}") from None
     sources: list[Source] = []
     for i, file in enumerate(files):
         done = sum(s.bytes for s in sources)
