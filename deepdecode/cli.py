@@ -144,13 +144,17 @@ def _read(name: str) -> str:
 
 def _inspect_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("folder", type=Path, metavar="DIR", help="folder of a checkpoint")
+    p.add_argument("--context", type=int, metavar="N", help="tokens that a card must hold beside the weights (default: 32768)")
+    p.add_argument("--cache", metavar="FMT", help="their format: fp8_584, bf16 or f32 (default: the first that the model has)")
+    p.add_argument("--full", action="store_true", help="search all scales and plain weights for NaN, not 256 MB of each")
     p.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from deepdecode.inspect import inspect_dir
+    from deepdecode.inspect import READ_BYTES, inspect_dir
 
-    report = inspect_dir(args.folder)
+    limit = None if args.full else READ_BYTES
+    report = inspect_dir(args.folder, cache_tokens=args.context, cache_format=args.cache, read_bytes=limit)
     print(json.dumps(report.to_json(), indent=1) if args.json else report.to_text())
     return 1 if report.faults else 0
 
@@ -246,7 +250,8 @@ COMMANDS = {
     "inspect": Command(
         "what a checkpoint holds, which cards it fits, and every fault found in it (exit 1)",
         """  deepdecode inspect ~/models/DeepSeek-V4-Flash
-  deepdecode inspect DIR --json""",
+  deepdecode inspect DIR --context 131072 --cache bf16
+  deepdecode inspect DIR --full --json""",
         _inspect_arguments,
         _inspect,
     ),

@@ -1,10 +1,11 @@
 """`deepdecode inspect`: what a checkpoint holds, on which cards it fits, and everything that is wrong with it.
 
-Only headers are read, the expert tables of hash layers, and a bounded part of the scales.
+Only headers are read, the tokenizer, the expert tables of hash layers, and a bounded part of the scales and plain weights.
 """
 
 import math
 import re
+import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,13 +18,21 @@ from deepdecode.checkpoint.container import DTYPES, CheckpointError, TensorFile
 from deepdecode.checkpoint.layout import PLAIN, shard, unsound
 from deepdecode.checkpoint.open import Checkpoint, Piece, open_checkpoint
 from deepdecode.config import ConfigError, ModelConfig, shown
-from deepdecode.kvcache import INDEX_FORMATS, plan_cache
+from deepdecode.kvcache import plan_cache
+from deepdecode.text import Text
 
 SCHEMA = 1
 WAYS = (1, 2, 4, 8, 16)
+FORMATS = ("fp8_584", "bf16", "f32")
+DEFAULT_TOKENS = 32768
+READ_BYTES = 256 << 20
 MAX_LINES = 100
+# of the faults of one cause, how many the text shows where there are more still
+SHOWN = 3
 # no scale, norm, sink or hyper-connection is larger; what is larger under such a name is a fault without being read
 MAX_READ = 64 << 20
+# of a plain weight, what is searched at a time
+CHUNK = 64 << 10
 # of a name under its layer, for its layer's ratio; the first that fits
 _COMPONENTS = (
     (r"ffn\.experts\.", "routed experts"),
@@ -56,7 +65,10 @@ class Fit:
 
 @dataclass
 class Report:
-    """What `inspect_dir` found. Sizes in bytes; names from the files are cleaned of control characters."""
+    """What `inspect_dir` found. Sizes in bytes; names are cleaned of control characters.
+
+    plain_bytes: of weights stored as numbers, without scales. *_read: what of it was searched for NaN.
+    """
 
     path: str
     kind: str = "unknown"
@@ -72,6 +84,8 @@ class Report:
     dtypes: dict[str, int] = field(default_factory=dict)
     scale_bytes: int = 0
     scale_bytes_read: int = 0
+    plain_bytes: int = 0
+    plain_bytes_read: int = 0
     cache_tokens: int = 0
     cache_format: str = ""
     cache_bytes: int = 0
@@ -84,40 +98,76 @@ class Report:
         return _text(self)
 
 
-def inspect_dir(path: str | Path, *, cache_tokens: int = 32768, scale_bytes: int | None = 256 << 20) -> Report:
+def inspect_dir(
+    path: str | Path,
+    *,
+    cache_tokens: int | None = None,
+    cache_format: str | None = None,
+    read_bytes: int | None = READ_BYTES,
+) -> Report:
     """Read a checkpoint's directory and report on it.
 
     Args:
         path: the directory.
-        cache_tokens: context of the one sequence for which a card must have room beside the weights.
-        scale_bytes: how many bytes of scales are searched for NaN codes; None: all, which reads them from disk.
+        cache_tokens: context of the one sequence for which a card must have room beside the weights; None: 32768, or
+            what the model has.
+        cache_format: of its cache, fp8_584, bf16 or f32; None: fp8_584 where the model's heads have its sizes, else bf16.
+        read_bytes: how many bytes of scales, and as many of plain weights, are searched for NaN; None: all of them.
 
     Returns:
-        The report; its `faults` are empty if the checkpoint can be loaded. A config that cannot be used is a fault too.
+        The report; its `faults` are empty if `generate` can use the checkpoint, and no NaN was found in what was searched.
+        A config that cannot be used is a fault too.
 
     Raises:
         CheckpointError: `path` is no directory.
+        ValueError: cache_tokens is beyond the model's context, or the model has no cache of this format.
     """
+    if cache_tokens is not None and cache_tokens < 1:
+        raise ValueError(f"inspect: --context must be >= 1, got {cache_tokens}")
+    if cache_format not in (None, *FORMATS):
+        raise ValueError(f"inspect: --cache must be one of {', '.join(FORMATS)}, got {cache_format}")
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"inspect: path must be a directory, got {shown(str(path))}")
-    report = Report(shown(path.absolute().name))
+    report = Report(_clean(str(path.absolute())))
     try:
         checkpoint = open_checkpoint(path, found=report.faults)
     except ConfigError as problem:
         report.faults.append(str(problem))
         return report
     config = report.config = checkpoint.config
+    _choose_cache(config, report, cache_tokens, cache_format)
     report.kind = _kind(config)
     report.notes = [shown(note) for note in checkpoint.notes]
     for file in checkpoint.files:
         report.shards.append({"name": shown(file.path.name), "bytes": file.size, "tensors": len(file.tensors)})
         report.metadata |= {shown(key): shown(value) for key, value in list(file.metadata.items())[:20]}
     sums = _count(checkpoint, report)
-    _read_values(checkpoint, report, scale_bytes)
+    _read_values(checkpoint, report, read_bytes)
     if not report.faults:
-        _fit(config, sums, report, cache_tokens)
+        _fit(config, sums, report)
+    _read_tokenizer(checkpoint, report)
     return report
+
+
+def _choose_cache(config: ModelConfig, report: Report, tokens: int | None, fmt: str | None) -> None:
+    if tokens is not None and tokens > config.max_positions:
+        raise ValueError(f"inspect: --context must be at most {config.max_positions} (the model's limit), got {tokens}")
+    report.cache_tokens = min(DEFAULT_TOKENS, config.max_positions) if tokens is None else tokens
+    fp8 = (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128)
+    report.cache_format = fmt or ("fp8_584" if fp8 else "bf16")
+    report.cache_bytes = plan_cache(config, max_len=report.cache_tokens, fmt=report.cache_format).total
+
+
+def _read_tokenizer(checkpoint: Checkpoint, report: Report) -> None:
+    config = checkpoint.config
+    try:
+        last = Text(checkpoint.path, config.bos_id).highest_id()
+    except ValueError as problem:
+        report.faults.append(_clean(str(problem)))
+        return
+    if last >= config.vocab_size:
+        report.faults.append(f"tokenizer.json: token ids must be below {config.vocab_size} (vocab_size), got {last}")
 
 
 def _kind(config: ModelConfig) -> str:
@@ -172,11 +222,16 @@ def _count(checkpoint: Checkpoint, report: Report) -> _Sums:
 def _read_values(checkpoint: Checkpoint, report: Report, limit: int | None) -> None:
     """Look for what a header cannot show: experts that do not exist, NaN in scales and in what every token meets."""
     scales: list[tuple[str, Piece]] = []
+    weights: list[tuple[str, Piece]] = []
     for name, piece in checkpoint.tensors.items():
         if name.endswith(".scale") and piece.dtype in ("F8_E8M0", *PLAIN):
             scales.append((name, piece))
-        elif piece.dtype in PLAIN and _bytes(piece) <= MAX_READ:
-            _read_value(name, piece, report)
+        elif piece.dtype in PLAIN:
+            if not name.endswith(".weight") or len(piece.shape) < 2:
+                if _bytes(piece) <= MAX_READ:
+                    _read_value(name, piece, report)
+            elif _bytes(piece):
+                weights.append((name, piece))
         elif name.endswith(".tid2eid") and piece.dtype in ("I64", "I32") and math.prod(piece.shape):
             low, high = (int(end) for end in torch.aminmax(piece.read()))
             if low < 0 or high >= checkpoint.config.num_experts:
@@ -192,6 +247,35 @@ def _read_values(checkpoint: Checkpoint, report: Report, limit: int | None) -> N
         if limit is None or _bytes(piece) <= MAX_READ:
             report.scale_bytes_read += _bytes(piece)
             _read_value(name, piece, report)
+    _read_weights(weights, report, limit)
+
+
+def _read_weights(weights: list[tuple[str, Piece]], report: Report, limit: int | None) -> None:
+    """Search plain weights for NaN and infinity: whole where the limit allows, else in chunks that lie evenly over each."""
+    report.plain_bytes = sum(_bytes(piece) for _, piece in weights)
+    share = 1.0 if limit is None else min(1.0, limit / max(report.plain_bytes, 1))
+    # a chunk that is owed to several small weights is taken from the last of them
+    owed = 0.0
+    for name, piece in weights:
+        size = CHUNK // DTYPES[piece.dtype].itemsize
+        chunks = -(-math.prod(piece.shape) // size)
+        owed += share * chunks
+        take = chunks if share == 1 else min(int(owed), chunks)
+        if not take:
+            continue
+        owed -= take
+        flat = piece.read().flatten()
+        bad = searched = 0
+        for i in range(take):
+            begin = i * chunks // take * size
+            part = flat[begin : begin + size]
+            bad, searched = bad + int((~part.isfinite()).sum()), searched + part.numel()
+            if i % 256 == 255:
+                piece.stored.release()
+        piece.stored.release()
+        report.plain_bytes_read += searched * flat.element_size()
+        if bad:
+            report.faults.append(f"{_file(piece.stored.file)}: {name} must not hold NaN or infinity, got {bad} in {searched}")
 
 
 def _read_value(name: str, piece: Piece, report: Report) -> None:
@@ -208,13 +292,11 @@ def _file(file: TensorFile) -> str:
     return shown(file.path.name)
 
 
-def _fit(config: ModelConfig, sums: _Sums, report: Report, tokens: int) -> None:
-    report.cache_tokens = min(tokens, config.max_positions)
-    report.cache_format = "bf16"
-    if (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128):
-        report.cache_format = "fp8_584"
-    assert report.cache_format in INDEX_FORMATS
-    report.cache_bytes = plan_cache(config, max_len=report.cache_tokens, fmt=report.cache_format).total
+def _clean(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _fit(config: ModelConfig, sums: _Sums, report: Report) -> None:
     sizes = (config.o_groups, config.expert_width, config.vocab_size)
     ranks = {ways: sums.whole + sums.cut // ways for ways in WAYS if all(size % ways == 0 for size in sizes)}
     report.fits = [_fit_card(card, config, ranks, report) for card in CARDS]
@@ -231,7 +313,7 @@ def _fit_card(card: Card, config: ModelConfig, ranks: dict[int, int], report: Re
 
 
 def _text(report: Report) -> str:
-    lines = [f"{report.path}: {report.kind}"]
+    lines = [f"{shown(Path(report.path).name)}: {report.kind}"]
     config = report.config
     if config is not None:
         ratios = Counter(config.compress_ratios)
@@ -264,17 +346,64 @@ def _text(report: Report) -> str:
             else:
                 lines.append(row + f"{fit.cards:>8}{_gb(fit.weights):>15}{fit.tokens or 0:>18,}")
         lines.append("  GB are 1e9 bytes; the few percent that a card has beyond its figure are left to workspace and driver")
+        if not report.faults:
+            lines += _start(report)
     lines.append("")
-    if report.scale_bytes_read < report.scale_bytes:
-        lines.append(f"scales searched for NaN: {_gb(report.scale_bytes_read)} of {_gb(report.scale_bytes)}")
+    for what, read, size in (
+        ("scales searched for NaN", report.scale_bytes_read, report.scale_bytes),
+        ("plain weights searched for NaN and infinity", report.plain_bytes_read, report.plain_bytes),
+    ):
+        if read < size:
+            lines.append(f"{what}: {_gb(read)} of {_gb(size)} (--full: all)")
     if report.faults:
-        lines += [f"{len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}"]
-        lines += [f"  {fault}" for fault in report.faults[:MAX_LINES]]
-        if len(report.faults) > MAX_LINES:
-            lines.append(f"  and {len(report.faults) - MAX_LINES} more; --json lists them all")
+        lines += [f"{len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}", *_fault_lines(report.faults)]
     else:
         lines.append("no faults")
     return "\n".join(lines)
+
+
+def _start(report: Report) -> list[str]:
+    """How to run it, on as many cards as the table says."""
+    rest = f"generate PROMPT --checkpoint {shlex.quote(report.path)}"
+    if report.cache_format != FORMATS[0]:
+        rest += f" --cache {report.cache_format}"
+    numbers = {fit.cards for fit in report.fits if fit.cards is not None}
+    lines = [f"  start on one card: deepdecode {rest}"] if 1 in numbers else []
+    if numbers - {1}:
+        lines.append(f"  start on N cards: torchrun --nproc-per-node N -m deepdecode {rest}")
+    return lines
+
+
+# what follows the names of file and tensor, without sizes and counts
+_CAUSE = re.compile(r"\b(?:must|is|has|stands|overlaps|leaves|cannot)\b.*")
+_SIZES = re.compile(r"\[[\d, ]*\]|\d+")
+
+
+def _cause(fault: str) -> str:
+    match = _CAUSE.search(fault)
+    return _SIZES.sub("#", match[0] if match else fault)
+
+
+def _fault_lines(faults: list[str]) -> list[str]:
+    """The faults, those of one cause together and, where they are many, the first of them alone."""
+    causes: dict[str, list[str]] = {}
+    for fault in faults:
+        causes.setdefault(_cause(fault), []).append(fault)
+    lines, told, cut = [], 0, False
+    for same in causes.values():
+        if len(lines) >= MAX_LINES:
+            break
+        told += len(same)
+        # one more line says no less than "and 1 more"
+        shown_of_it = len(same) if len(same) <= SHOWN + 1 else SHOWN
+        lines += [f"  {fault}" for fault in same[:shown_of_it]]
+        if shown_of_it < len(same):
+            lines.append(f"  and {len(same) - SHOWN} more like it")
+            cut = True
+    if told < len(faults):
+        lines.append(f"  and {len(faults) - told} more of other kinds")
+        cut = True
+    return [*lines, "  --json lists them all"] if cut else lines
 
 
 def _gb(size: int) -> str:

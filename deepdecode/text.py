@@ -45,6 +45,11 @@ class Text:
         """The text of ids; special tokens, and ids that the tokenizer does not know, give none."""
         return self._guard("decode what the model makes", lambda: self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def highest_id(self) -> int:
+        """The largest id that `encode` can give; -1 where there is none."""
+        vocabulary = self._guard("list its tokens", lambda: self.tokenizer.get_vocab(with_added_tokens=True))
+        return max(vocabulary.values(), default=-1)
+
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         try:
             return call()

@@ -20,7 +20,7 @@ MAY = {
     "kvcache": {"config", "ops"},
     "model": {"config", "ops"},
     "checkpoint": {"checkpoint", "config", "model", "ops"},
-    "inspect": {"checkpoint", "config", "cards", "kvcache"},
+    "inspect": {"checkpoint", "config", "cards", "kvcache", "text"},
     "runner": {"config", "kvcache", "model", "ops"},
     "text": {"config"},
     "progress": set(),
