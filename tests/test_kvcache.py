@@ -373,7 +373,7 @@ def test_the_plan_is_what_is_allocated(fmt, slots, max_len, window_page, logical
     assert plan.pages == cache.free_pages == slots * math.ceil(max_len / logical_page)
 
 
-def test_v4_flash_costs_what_the_specification_says():
+def test_v4_flash_costs_what_its_rows_add_up_to():
     """FP8 rows of 584 bytes and FP8 index keys of 132 (68 would be FP4's)."""
     plan = plan_cache(FLASH, max_len=1 << 20)
     assert plan.token == 21 * (584 + 132) / 4 + 20 * 584 / 128 == 3850.25

@@ -217,7 +217,7 @@ def test_chunked_prefill_equals_whole(plain, chunk):
     assert rel_err(parts.prefill(b, ids, every=True), whole.prefill(a, ids, every=True)) < ORDER_ERR
 
 
-# Prompts around every boundary: the window, both ratios, and the C4 overlap
+# Prompts around every boundary: the window, both ratios, and the overlap of ratio 4
 @pytest.mark.parametrize(("fmt", "lengths"), [("f32", (1, 3, 4, 5, 127, 128, 129)), ("bf16", (4, 129))])
 def test_a_prompt_continues_in_decode(plain, fmt, lengths):
     for n in lengths:

@@ -106,7 +106,7 @@ def test_fp8_132_bytes_stand_where_the_layout_says(place, device):
     assert same_bits(read.float(), read_rows(rows, at(64 + place, device=device))[0].cpu())
 
 
-# D5, A9: every page size, each as a view of a larger pool with an odd stride
+# every page size, each as a view of a larger pool with an odd stride
 @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_reads_what_it_wrote(fmt, page_size, device):
