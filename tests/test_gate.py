@@ -139,3 +139,11 @@ def test_rejects(change, message):
     arguments |= {"tokens": torch.zeros(3, dtype=torch.int64), "top_k": 2, "routed_scale": 1.5}
     with pytest.raises(ValueError, match=message):
         gate(**(arguments | change))
+
+
+def test_wild_ids_are_the_nearest_where_nobody_looks(monkeypatch):
+    monkeypatch.setattr("deepdecode.ops.gate.readable", lambda tensor: False)
+    table = torch.tensor([[0, 1], [2, 99], [-7, 3]])
+    ids, weights = gate(torch.randn(3, 8), torch.randn(4, 8), None, table, torch.tensor([-5, 1, 2**40]), 2, 1.5)
+    assert ids.tolist() == [[0, 1], [2, 3], [0, 3]]
+    assert weights.isfinite().all()

@@ -84,3 +84,15 @@ def test_a_long_stream_is_the_text_of_its_ids_at_the_price_of_a_short_one():
     # where the ids' boundaries fall within characters the tail grows for a while
     assert max(decoded) < 4 * TAIL
     assert sum(decoded) / len(ids) < TAIL + KEEP
+
+
+def test_a_run_without_text_keeps_the_space_after_it(tmp_path):
+    """This decoder drops the space before the first word it sees, so the first of the tail must stay a word."""
+    special = {token["content"]: token["id"] for token in GOOD["added_tokens"]}
+    text = text_with(
+        tmp_path,
+        model={"type": "WordLevel", "vocab": special | {"\u2581a": 50, "\u2581b": 60, "<unk>": 70}, "unk_token": "<unk>"},
+        decoder={"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+    )
+    stream, ids = Stream(text), [50, 60] + [0] * (3 * TAIL) + [60, 50] * TAIL
+    assert "".join([stream.put(i) for i in ids] + [stream.end()]) == text.decode(ids) == "a b" + " b a" * TAIL

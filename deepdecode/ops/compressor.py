@@ -75,11 +75,11 @@ def compress(
     if T == 0:
         return torch.empty(0, d, dtype=dtype, device=kv.device)
     live = (step.slots >= 0) & (step.slots < state.kv.shape[0])
-    # a padded row may hold any position
+    # a padded row may hold any position; at 0 it completes no entry and is not the last
     positions = torch.where(live, step.positions, 0).long()
     slots = torch.where(live, step.slots, 0).long()
     score = score + weights.ape[positions % ratio].to(score.dtype)
-    ends = _ends(positions, live, ratio, step.prefill)
+    ends = _ends(positions, ratio, step.prefill)
     # [B, ring]: positions of each block's tokens, its previous block's before them
     at = positions[ends, None] + torch.arange(1 - ring, 1, device=kv.device)
     from_ring = (slots[ends, None], at % ring)
@@ -89,8 +89,7 @@ def compress(
         new = (row >= 0)[:, :, None]
         row = row.clamp(min=0)
         kvs, scores = torch.where(new, kv[row], state.kv[from_ring]), torch.where(new, score[row], state.score[from_ring])
-        last = torch.where(live, positions, -1).max()
-        _store(kv, score, state, positions, slots, live & (positions > last - ring))
+        _store(kv, score, state, positions, slots, live & (positions > positions.max() - ring))
     else:
         _store(kv, score, state, positions, slots, live)
         kvs, scores = state.kv[from_ring], state.score[from_ring]
@@ -102,11 +101,11 @@ def compress(
     return out.index_copy_(0, ends, torch.where(done[:, None], entries, 0))
 
 
-def _ends(positions: Tensor, live: Tensor, ratio: int, prefill: bool) -> Tensor:
+def _ends(positions: Tensor, ratio: int, prefill: bool) -> Tensor:
     """Rows of the step that may complete an entry, all that do among them, each once."""
     T = positions.shape[0]
     if readable(positions):
-        return (live & ((positions + 1) % ratio == 0)).nonzero().flatten()
+        return ((positions + 1) % ratio == 0).nonzero().flatten()
     if not prefill:
         return torch.arange(T, device=positions.device)
     # each run of `ratio` rows has one; the last may lie past the step, and its stand-in completes nothing
