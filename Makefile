@@ -8,11 +8,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and its dependencies: 200 MB for a CPU build, some GB for a CUDA build"
 	$(PIP) torch==2.13.0
+	@echo "installing deepdecode"
 	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
+	@echo "installing what the tests need"
 	$(PIP) --editable '.[dev]'
 	touch $@
 

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import traceback
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except Exception as error:
         if os.environ.get("DEEPDECODE_TRACEBACK") == "1":
-            raise
+            traceback.print_exc()
+            return 2
         known = isinstance(error, ValueError | OSError) and str(error)
         hint = getattr(error, "hint", None) or (None if known else "DEEPDECODE_TRACEBACK=1 shows where this happened")
         if _is_out_of_memory(error):

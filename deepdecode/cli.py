@@ -108,13 +108,19 @@ def _generate_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--checkpoint", type=Path, metavar="DIR", help="an official checkpoint (default: the embedded tiny model)")
     p.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default %(default)s)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default %(default)s)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the smallest set with this probability")
+    p.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the smallest set of this probability",
+    )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="row i samples with seed + i (default %(default)s)")
     p.add_argument("--context", type=int, metavar="N", help="longest prompt and answer together (default: what is asked for)")
     p.add_argument(
         "--batch", type=int, default=16, metavar="N", help="prompts decoded at once, more wait (default %(default)s)"
     )
-    p.add_argument("--cache", default="fp8_584", metavar="FMT", help="fp8_584, bf16 or f32 (default %(default)s)")
+    p.add_argument("--cache", default="auto", metavar="FMT", help="fp8_584, bf16, f32, or auto: what fits the model")
     p.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop ids")
     p.add_argument("--json", action="store_true", help="one JSON document on stdout at the end, no stream")
@@ -131,8 +137,11 @@ def _generate(args: argparse.Namespace) -> int:
 def _read(name: str) -> str:
     """A prompt's text. What is no UTF-8 is replaced, and a file without an end (a device, a pipe) is not read to it."""
     if name != "-":
-        with Path(name).open("rb") as file:
-            text = file.read(MAX_PROMPT_BYTES + 1)
+        try:
+            with Path(name).open("rb") as file:
+                text = file.read(MAX_PROMPT_BYTES + 1)
+        except OSError as error:
+            raise ValueError(f"generate: --prompt-file must be a file to read, got {name}: {error.strerror}") from None
     elif sys.stdin is None:
         raise ValueError("generate: --prompt-file - must find stdin open, got it closed")
     else:
@@ -240,7 +249,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "generate": Command(
-        "text in, tokens out: stream what the model makes of the prompts; speed and memory go to stderr",
+        "text in, tokens out, for prompts taken as they are (no chat format); speed and memory go to stderr",
         """  deepdecode generate "def add(a, b):"
   deepdecode generate --checkpoint DIR --prompt-file question.txt --temperature 0.6 --top-p 0.95 --seed 7
   deepdecode generate "first prompt" "second prompt" --max-new-tokens 32 --json""",

@@ -20,7 +20,7 @@ from deepdecode.runner import Runner, Sampling, Token, check_prompts
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import tiny_dir
 
-FORMATS = ("fp8_584", "bf16", "f32")
+FORMATS = ("auto", "fp8_584", "bf16", "f32")
 # a model with a smaller hidden size runs on one CPU thread: its products are so short that threads mostly wait for each
 # other, and on a busy machine for whoever holds the other core (0.5 instead of 20 tokens/s, seen on 2 loaded cores)
 THREADS_FROM = 1024
@@ -66,13 +66,19 @@ def generate_command(request: Request) -> int:
     stop_ids = () if request.ignore_eos else config.eos_ids
     sampling = Sampling(request.max_new_tokens, request.temperature, request.top_p, request.seed, stop_ids)
     max_len, slots = _context(request, config, prompts), min(request.batch, len(prompts))
-    if request.checkpoint:
-        _announce(checkpoint, max_len, slots, request.cache)
+    fmt = cache_format(config) if request.cache == "auto" else request.cache
+    cache = plan_cache(config, max_len=max_len, slots=slots, fmt=fmt).total
+    place = join(device)
+    if request.checkpoint and place.rank == 0:
+        for note in checkpoint.notes:
+            print(f"note: {note}", file=sys.stderr)
+        size = f"weights {checkpoint.nbytes / 1e9:.2f} GB, caches {cache / 1e9:.2f} GB a rank"
+        print(f"{size} ({slots} x {max_len} tokens, {fmt})", file=sys.stderr)
     if device.type == "cpu" and config.hidden_size < THREADS_FROM:
         torch.set_num_threads(1)
-    place = join(device)
     try:
-        return _run(request, checkpoint, text, prompts, sampling, max_len, slots, device, place)
+        _check_memory(checkpoint.nbytes // place.size + cache, device)
+        return _run(request, checkpoint, text, prompts, sampling, max_len, slots, fmt, device, place)
     finally:
         leave()
 
@@ -88,14 +94,31 @@ def _check(request: Request) -> None:
         raise ValueError(f"generate: --context must be >= 1, got {request.context}")
 
 
-def _announce(checkpoint: Checkpoint, max_len: int, slots: int, fmt: str) -> None:
-    """What was assumed or skipped, and the memory that weights and caches will take, before any of it is taken."""
-    for note in checkpoint.notes:
-        print(f"note: {note}", file=sys.stderr)
-    cache = plan_cache(checkpoint.config, max_len=max_len, slots=slots, fmt=fmt).total
-    print(
-        f"weights {checkpoint.nbytes / 1e9:.2f} GB, caches {cache / 1e9:.2f} GB ({slots} x {max_len} tokens)", file=sys.stderr
-    )
+def cache_format(config: ModelConfig) -> str:
+    """The rows that `--cache auto` takes: FP8 where the model has V4-Flash's head, else bfloat16."""
+    return "fp8_584" if (config.head_dim, config.rope_dim) == (512, 64) else "bf16"
+
+
+def _check_memory(need: int, device: torch.device) -> None:
+    """Refuse what cannot fit, before a machine without the memory is driven into a standstill.
+
+    need: bytes of this rank's weights (an equal share, the least it can be) and caches.
+    """
+    have = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if have is not None and need > have:
+        want = f"{need / 1e9:.2f} GB free for weights and caches"
+        error = ValueError(f"generate: {device} must have {want}, got {have / 1e9:.2f} GB")
+        error.hint = "deepdecode inspect DIR says which cards fit, and how many"  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+
+
+def available_memory() -> int | None:
+    """Bytes that this machine can still give without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _run(
@@ -106,18 +129,19 @@ def _run(
     sampling: Sampling,
     max_len: int,
     slots: int,
+    fmt: str,
     device: torch.device,
     place: Rank,
 ) -> int:
     """Load, generate, and print; only rank 0 prints."""
     began = time.perf_counter()
-    bar = Progress("layers loaded")
+    bar = Progress("layers loaded", quiet=place.rank > 0)
     cut = (place.size, place.rank) if place.size > 1 else None
     weights = load_model(checkpoint, slice=cut, device=device, progress=bar.step)
     bar.end()
     loaded = time.perf_counter() - began
-    bar = Progress("prompt tokens read")
-    runner = Runner(weights, max_len=max_len, slots=slots, fmt=request.cache, ranks=place.collectives, progress=bar.step)
+    bar = Progress("prompt tokens read", quiet=place.rank > 0)
+    runner = Runner(weights, max_len=max_len, slots=slots, fmt=fmt, ranks=place.collectives, progress=bar.step)
     rows = [Stream(text) for _ in prompts]
     finish = ["interrupted"] * len(prompts)
     clock, code = Clock(time.perf_counter()), 0
@@ -131,7 +155,7 @@ def _run(
                 finish[token.row] = token.finish
                 piece += rows[token.row].end()
             if len(prompts) == 1 and not request.json and place.rank == 0:
-                print(piece, end="", flush=True)
+                print(_harmless(piece), end="", flush=True)
     except KeyboardInterrupt:
         # a second Ctrl-C must not lose what is about to be printed
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -140,7 +164,8 @@ def _run(
     if place.rank == 0:
         stats = _stats(clock, runner, loaded, prompts)
         _print_rows(request, rows, prompts, finish, stats)
-        print(_sentence(stats, str(checkpoint.path) if request.checkpoint else "embedded tiny model"), file=sys.stderr)
+        model = str(checkpoint.path) if request.checkpoint else "embedded tiny model"
+        print(_sentence(stats, model, sorted(set(finish))), file=sys.stderr)
     return code
 
 
@@ -159,8 +184,10 @@ def pick_device(name: str | None) -> torch.device:
         raise ValueError(f"device: must be cpu, cuda or cuda:N, got {name}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: must be cpu, cuda or cuda:N, got {name}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: {name} must be one of this machine's {torch.cuda.device_count()} CUDA devices")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        raise ValueError(f"device: must be on this machine, which has {there}, got {name}")
     return device
 
 
@@ -200,7 +227,7 @@ def _print_rows(
         print(flush=True)
     else:
         for i, (prompt, text) in enumerate(zip(request.prompts, texts, strict=True)):
-            print(f"=== {i}: {prompt!r} ({finish[i]})\n{text}", flush=True)
+            print(f"=== {i}: {prompt!r} ({finish[i]})\n{_harmless(text)}", flush=True)
 
 
 def _stats(clock: Clock, runner: Runner, loaded: float, prompts: list[list[int]]) -> dict[str, object]:
@@ -232,14 +259,20 @@ def _peak_memory(device: torch.device) -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _sentence(stats: dict[str, object], model: str) -> str:
+def _harmless(text: str) -> str:
+    """What a terminal may be given: a model can write escape sequences; a file or pipe gets the text as it is."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _sentence(stats: dict[str, object], model: str, ends: list[str]) -> str:
     kernels = [name for name, ran in stats["ops"].items() if ran == "kernel"]  # pyright: ignore[reportAttributeAccessIssue]
     who = f"kernels: {', '.join(kernels)}; the rest reference" if kernels else "every op ran its reference"
     speed = f"{stats['tokens_per_s']} tokens/s" if stats["tokens_per_s"] else "too few tokens to time"
     first = "no first token" if stats["first_token_s"] is None else f"first token {stats['first_token_s']} s"
     peak = stats["peak_memory_bytes"]
     memory = f"{peak / 1e6:.0f} MB peak, " if isinstance(peak, int) else ""
-    return (
-        f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, {first}, "
-        f"{stats['generated_tokens']} generated, {speed}, {memory}cache {stats['cache_bytes'] / 1e6:.1f} MB; {who}"  # pyright: ignore[reportOperatorIssue]
-    )
+    memory += f"cache {stats['cache_bytes'] / 1e6:.1f} MB"  # pyright: ignore[reportOperatorIssue]
+    made = f"{stats['generated_tokens']} generated (ended by {', '.join(ends)})"
+    return f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, {first}, {made}, {speed}, {memory}; {who}"

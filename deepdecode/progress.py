@@ -7,15 +7,15 @@ import time
 class Progress:
     """`step(done, total)` as often as the work likes; `end()` clears a terminal's line."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, *, quiet: bool = False) -> None:
+        self.what, self.quiet = what, quiet
         self.said = time.monotonic()
         self.shown = False
         self.terminal = sys.stderr.isatty()
 
     def step(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self.said < 1 or done >= total:
+        if self.quiet or now - self.said < 1 or done >= total:
             return
         self.said, self.shown = now, True
         line = f"{self.what}: {done} of {total}"

@@ -16,7 +16,7 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. Row i draws with seed + i (modulo 2**64) and its own positions, whatever the batch around it."""
+    """temperature 0 is greedy. Row i draws with seed + i (modulo 2**64) and its own positions, whatever stands beside it."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -140,7 +140,8 @@ class Runner:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Token]:
         """Generate for every prompt and yield tokens as they come, rows of a step in order.
 
-        A prompt joins the batch when a slot is free and leaves it when it ends; neither changes another row's tokens.
+        A prompt joins the batch when a slot is free and leaves it when it ends; neither changes another row's
+        logits but for rounding: products of another size round differently, which can tip a choice.
         A row ends at a stop id ("stop"), after max_new_tokens ("length") or at the context limit ("context").
         Slots are given back however the caller leaves the iteration.
 

@@ -11,11 +11,12 @@ import time
 
 import pytest
 import torch
-from small_checkpoint import TINY
+from small_checkpoint import PLAIN, TINY
 
 from deepdecode import __version__
 from deepdecode.__main__ import main
 from deepdecode.checkpoint import seeded_tensors, write_checkpoint
+from deepdecode.generate import _harmless, available_memory, cache_format
 from deepdecode.progress import Progress
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import CONFIG, TOKENIZER, tiny_dir
@@ -98,7 +99,7 @@ def test_no_new_tokens(capsys):
     assert [(row["ids"], row["text"], row["finish"]) for row in doc["rows"]] == [([], "", "length")]
     assert [doc["stats"][name] for name in ("generated_tokens", "first_token_s", "tokens_per_s")] == [0, None, None]
     assert main(["generate", "x", "--max-new-tokens", "0"]) == 0
-    assert "2 prompt tokens, no first token, 0 generated, too few tokens to time" in capsys.readouterr().err
+    assert "2 prompt tokens, no first token, 0 generated (ended by length), too few tokens to time" in capsys.readouterr().err
 
 
 def test_a_prompt_on_stdin_that_is_no_text(capsys, monkeypatch):
@@ -186,9 +187,9 @@ def test_cache_formats_agree_on_a_short_prompt(capsys):
     ("args", "want"),
     [
         ([], "there must be a prompt, as an argument or with --prompt-file, got none"),
-        (["x", "--cache", "int4"], "--cache must be one of fp8_584, bf16, f32, got int4"),
+        (["x", "--cache", "int4"], "--cache must be one of auto, fp8_584, bf16, f32, got int4"),
         (["x", "--device", "tpu"], "must be cpu, cuda or cuda:N, got tpu"),
-        (["x", "--device", "cuda:9"], "must be one of this machine's"),
+        (["x", "--device", "cuda:9"], "must be on this machine, which has"),
         (["x", "--temperature", "-1"], "temperature must be >= 0 and finite, got -1.0"),
         (["x", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["x", "--max-new-tokens", "-3"], "max_new_tokens must be >= 0, got -3"),
@@ -199,7 +200,7 @@ def test_cache_formats_agree_on_a_short_prompt(capsys):
         (["x", "--context", "-5"], "--context must be >= 1, got -5"),
         (["x", "--seed", str(2**63)], "seed must be a signed 64-bit integer, got 9223372036854775808"),
         (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero must be at most 16777216 bytes, got more"),
-        (["--prompt-file", "/"], "Is a directory: '/'"),
+        (["--prompt-file", "/"], "--prompt-file must be a file to read, got /: Is a directory"),
         (["x", "--checkpoint", "/nowhere"], "/nowhere"),
         (["x", "--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
     ],
@@ -244,10 +245,40 @@ def test_too_little_memory(capsys, monkeypatch, allocate, want):
     assert err.count("\n") == 3
 
 
-def test_a_traceback_when_asked(monkeypatch):
+def test_a_traceback_when_asked(monkeypatch, capsys):
     monkeypatch.setenv("DEEPDECODE_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="there must be a prompt"):
-        main(["generate"])
+    assert main(["generate"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "there must be a prompt" in err
+
+
+def test_what_cannot_fit_is_refused_before_it_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("deepdecode.generate.available_memory", lambda: 10_000_000)
+    assert main(["generate", "x", "--checkpoint", str(tiny_dir()), "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert "generate: cpu must have 0.02 GB free for weights and caches, got 0.01 GB" in err
+    assert "hint: deepdecode inspect" in err
+
+
+def test_available_memory_is_this_machines():
+    have = available_memory()
+    assert have is None or 1e8 < have < 1e14
+
+
+def test_a_model_without_flash_heads_takes_a_bf16_cache(capsys, tmp_path):
+    config = dataclasses.replace(PLAIN, vocab_size=1024)
+    write_checkpoint(tmp_path / "m", config, seeded_tensors(config, 2, quantized=False), extra_files=[TOKENIZER])
+    assert main(["generate", "a", "--checkpoint", str(tmp_path / "m"), "--max-new-tokens", "3"]) == 0
+    assert "(1 x 5 tokens, bf16)" in capsys.readouterr().err
+    assert (cache_format(config), cache_format(CONFIG)) == ("bf16", "fp8_584")
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert _harmless("a\x1b[31m\x05b\n\tc\x9b漢") == "a\\x1b[31m\\x05b\n\tc\\x9b漢"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
+    assert _harmless("a\x1b[31m") == "a\x1b[31m"
 
 
 def test_a_log_level_that_is_none(monkeypatch, capsys):
@@ -337,7 +368,7 @@ def test_a_checkpoint_says_what_it_skips_and_takes(capsys):
     err = capsys.readouterr().err
     assert "mtp.*" in err
     # the file without its MTP block: weights, then a window, states and two pages of 256 tokens
-    assert "weights 0.02 GB, caches 0.00 GB (1 x 300 tokens)" in err
+    assert "weights 0.02 GB, caches 0.00 GB a rank (1 x 300 tokens, fp8_584)" in err
 
 
 def test_long_work_says_how_far_it_is(capsys, monkeypatch):
