@@ -31,7 +31,7 @@ def attention() -> str:
     races = [(ours[_case(row)][kind], row[kind]) for row in peers for kind in ("us_warm", "us_rotated")]
     lines += [
         "",
-        f"Microseconds, warm, on one {result['device']['name']} ({result['date']}, `{result['command']}`). Over all measured "
+        f"Warm, on one {result['device']['name']} ({result['date']}, `{result['command']}`). Over all measured "
         f"shapes with FP8 rows, warm and rotated past L2, deepdecode is at least as fast as FlashMLA in "
         f"{sum(a <= b for a, b in races)} of {len(races)}; a copy runs at {result['copy_bandwidth_tb_s']:.2f} TB/s.",
     ]
