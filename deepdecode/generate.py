@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +145,7 @@ def _run(
     runner = Runner(weights, max_len=max_len, slots=slots, fmt=fmt, ranks=place.collectives, progress=bar.step)
     rows = [Stream(text) for _ in prompts]
     finish = ["interrupted"] * len(prompts)
+    kernels_before = kernel_runs.copy()
     clock, code = Clock(time.perf_counter()), 0
     try:
         for token in runner.generate(prompts, sampling):
@@ -162,7 +164,7 @@ def _run(
         bar.end()
         code = 130
     if place.rank == 0:
-        stats = _stats(clock, runner, loaded, prompts)
+        stats = _stats(clock, runner, loaded, prompts, kernel_runs - kernels_before)
         _print_rows(request, rows, prompts, finish, stats)
         model = str(checkpoint.path) if request.checkpoint else "embedded tiny model"
         print(_sentence(stats, model, sorted(set(finish))), file=sys.stderr)
@@ -230,7 +232,7 @@ def _print_rows(
             print(f"=== {i}: {prompt!r} ({finish[i]})\n{_harmless(text)}", flush=True)
 
 
-def _stats(clock: Clock, runner: Runner, loaded: float, prompts: list[list[int]]) -> dict[str, object]:
+def _stats(clock: Clock, runner: Runner, loaded: float, prompts: list[list[int]], kernels: Counter[str]) -> dict[str, object]:
     first = None if clock.first is None else round(clock.first - clock.start, 4)
     later = 0.0 if clock.first is None else clock.last - clock.first
     made_later = clock.tokens - len(prompts)
@@ -243,7 +245,7 @@ def _stats(clock: Clock, runner: Runner, loaded: float, prompts: list[list[int]]
         "tokens_per_s": round(made_later / later, 2) if made_later > 0 and later > 0 else None,
         "peak_memory_bytes": _peak_memory(runner.device),
         "cache_bytes": runner.cache.num_bytes,
-        "ops": {name: ("kernel" if kernel_runs[name] else "reference") for name in runner.ops.__dataclass_fields__},
+        "ops": {name: ("kernel" if kernels[name] else "reference") for name in runner.ops.__dataclass_fields__},
     }
 
 
