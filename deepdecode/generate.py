@@ -60,7 +60,12 @@ def generate_command(request: Request) -> int:
     folder = request.checkpoint or tiny_dir()
     device = pick_device(request.device)
     # everything that can be wrong is found before the weights are read
-    checkpoint = open_checkpoint(folder)
+    try:
+        checkpoint = open_checkpoint(folder)
+    except ValueError as error:
+        if request.checkpoint is None:
+            error.hint = f"delete {folder}, it is built again"  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     config = checkpoint.config
     text = Text(folder, config.bos_id)
     prompts = [text.encode(prompt) for prompt in request.prompts]
@@ -163,6 +168,12 @@ def _run(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         bar.end()
         code = 130
+    except Exception:
+        # the error is told by whoever called; what was generated until then is not lost
+        bar.end()
+        if place.rank == 0:
+            _print_rows(request, rows, prompts, ["error" if why == "interrupted" else why for why in finish], {})
+        raise
     if place.rank == 0:
         stats = _stats(clock, runner, loaded, prompts, kernel_runs - kernels_before)
         _print_rows(request, rows, prompts, finish, stats)

@@ -16,6 +16,7 @@ import torch
 from deepdecode.cards import CARDS, Card
 from deepdecode.checkpoint.container import DTYPES, CheckpointError, TensorFile
 from deepdecode.checkpoint.layout import PLAIN, shard, unsound
+from deepdecode.checkpoint.load import unfusable
 from deepdecode.checkpoint.open import Checkpoint, Piece, open_checkpoint
 from deepdecode.config import ConfigError, ModelConfig, shown
 from deepdecode.kvcache import plan_cache
@@ -144,6 +145,8 @@ def inspect_dir(
         report.metadata |= {shown(key): shown(value) for key, value in list(file.metadata.items())[:20]}
     sums = _count(checkpoint, report)
     _read_values(checkpoint, report, read_bytes)
+    if not report.faults:
+        report.faults += unfusable(checkpoint)
     if not report.faults:
         _fit(config, sums, report)
     _read_tokenizer(checkpoint, report)

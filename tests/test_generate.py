@@ -19,6 +19,7 @@ from deepdecode.checkpoint import seeded_tensors, write_checkpoint
 from deepdecode.generate import _harmless, available_memory, cache_format
 from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
+from deepdecode.runner import Runner
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import CONFIG, TOKENIZER, tiny_dir
 
@@ -262,6 +263,30 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(capsys, monkeypatch):
     err = capsys.readouterr().err
     assert "generate: cpu must have 0.02 GB free for weights and caches, got 0.01 GB" in err
     assert "hint: deepdecode inspect" in err
+
+
+def test_an_error_on_the_way_loses_no_text(capsys, monkeypatch):
+    calls = iter(range(100))
+
+    def decode(self, slots, tokens, positions, real=Runner.decode):
+        if next(calls) == 4:
+            raise RuntimeError("a card fell off")
+        return real(self, slots, tokens, positions)
+
+    monkeypatch.setattr(Runner, "decode", decode)
+    assert main(["generate", "a", "b", "--max-new-tokens", "20", "--ignore-eos"]) == 2
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("===")] == ["=== 0: 'a' (error)", "=== 1: 'b' (error)"]
+    assert len(out.splitlines()) >= 4
+    assert "a card fell off" in err
+
+
+def test_a_spoilt_embedded_model_says_what_to_do(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPDECODE_CACHE", str(tmp_path))
+    folder = tiny_dir()
+    next(folder.glob("*.safetensors")).unlink()
+    assert main(["generate", "a"]) == 2
+    assert f"hint: delete {folder}, it is built again" in capsys.readouterr().err
 
 
 def test_available_memory_is_this_machines():

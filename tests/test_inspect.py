@@ -346,6 +346,16 @@ def test_full_searches_everything(tmp_path, monkeypatch, capsys):
     assert "head.weight must not hold NaN or infinity, got 1 in 8192" in capsys.readouterr().out
 
 
+def test_sizes_that_loading_refuses_are_faults(tmp_path):
+    """FP8 weights are fused by whole blocks of 128 rows; a header shows where that cannot be."""
+    config = dataclasses.replace(SMALL, q_lora_rank=192, num_layers=1, compress_ratios=(0,), num_hash_layers=1)
+    path = with_tokenizer(write_dir(tmp_path / "c", config_json(config), dict(seeded_tensors(config, 0))))
+    want = "layers.0.attn.wq_a.weight must have a multiple of 128 rows to stand above layers.0.attn.wkv.weight, got 192"
+    assert inspect_dir(path).faults == [want]
+    with pytest.raises(CheckpointError, match=want):
+        load_model(path)
+
+
 def test_a_huge_tensor_under_a_small_name_is_not_read(tmp_path):
     path = with_tokenizer(write_dir(tmp_path / "c", config_json(TINY), dict(seeded_tensors(TINY, 0))))
     forms = [("layers.0.x.norm.weight", "F32", (1 << 36,)), ("layers.0.x.scale", "F8_E8M0", (1 << 36,))]

@@ -6,7 +6,7 @@ from the mapped files. FP8 and FP4 stay packed.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,6 +128,23 @@ def assemble(
             progress(i + 1, total)
     head = HeadWeights(make.site("hc_head_"), make.plain("norm.weight"), make.weight("head.weight"))
     return ModelWeights(source.config, make.plain("embed.weight"), layers, head)
+
+
+def unfusable(checkpoint: Checkpoint) -> Iterator[str]:
+    """Faults that headers show but only fusing meets: FP8 weights that cannot stand under one another."""
+    config = checkpoint.config
+    make = _Maker(checkpoint, parse_cut(config, None), torch.device("cpu"), None)
+    for i in range(config.num_layers):
+        fused = [("attn.wq_a", "attn.wkv"), ("ffn.experts.0.w1", "ffn.experts.0.w3")]
+        fused.append(("ffn.shared_experts.w1", "ffn.shared_experts.w3"))
+        if config.ratio(i) == 4:
+            fused.append(("attn.wq_b", "attn.indexer.wq_b"))
+        for pair in fused:
+            names = [f"layers.{i}.{name}.weight" for name in pair]
+            try:
+                make.rows(names, checkpoint.dtype(names[0]))
+            except CheckpointError as fault:
+                yield str(fault)
 
 
 class _Maker:
