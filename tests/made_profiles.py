@@ -119,7 +119,16 @@ def profile(
         idle_ns=round(wall * steps) - round(busy * steps),
         exclusive_ns={key: sum(row.exclusive_ns for row in rows if row.category == key) for key in CATEGORIES},
         steps=Steps(
-            steps, signal, (Vote(signal, steps, "seen"),), agreement, items, round(wall), min(walls), max(walls), round(busy)
+            steps,
+            signal,
+            (Vote(signal, steps, "seen"),),
+            agreement,
+            items,
+            round(wall),
+            min(walls),
+            max(walls),
+            round(busy),
+            round(wall - busy),
         ),
         kernels_per_step=launches,
         graph_launches_per_step=float(graph_mode == "full"),

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -275,7 +276,70 @@ def test_advise_refuses_bad_numbers(run, before):
     assert not Path("PROFILE_FINDINGS.md").exists()
 
 
+def test_a_decision_names_a_candidate_of_the_ranking(run, before):
+    for text, words in (
+        ("nonsense: because", r"--decide must begin with one of small-m-gemm, .*, nothing, got nonsense\n"),
+        ("split-attention: it is in the catalogue only", r"--decide must begin with one of .*, got split-attention\n"),
+        ("small-m-gemm", r"--decide must say why, as `small-m-gemm: reason`, got no reason\n"),
+    ):
+        code, out, err = run("advise", before, "--decide", text, "--html", "r.html")
+        assert (code, out) == (2, "")
+        assert re.match("error: advise: " + words, err), err
+    assert not Path("PROFILE_FINDINGS.md").exists()
+    assert not Path("r.html").exists()
+    assert run("advise", before, "--decide", "nothing: the step is fast enough")[0] == 0
+    assert "### Decision\n\nnothing: the step is fast enough\n" in Path("PROFILE_FINDINGS.md").read_text()
+
+
 # ---- what all share
+
+
+def test_idle_time_is_one_number_in_every_command(run, tmp_path):
+    """Steps of 900, 400 and 500 us idle; neither the mean (600) nor wall p50 minus busy p50 (600) is the median."""
+    rows, at = [], 5_000_000
+    for step, (wall, busy) in enumerate([(1_000_000, 100_000), (600_000, 200_000), (800_000, 300_000)]):
+        half = busy // 2
+        rows += [(step, STEP[0][0], at, half), (step, STEP[1][0], at + wall - half, half)]
+        at += wall
+    (tmp_path / "ranks").mkdir()
+    one = kineto(tmp_path / "ranks" / "a.json", rows)
+    kineto(tmp_path / "ranks" / "b.json", [(step, name, start, dur - 1000) for step, name, start, dur in rows])
+    _, out, _ = run("profile", "ranks")
+    assert "wall time p50 0.800 ms (min 0.600, max 1.000); busy p50 0.200 ms, idle p50 0.500 ms" in out
+    assert re.search(r"^  idle +0\.500 +1\.800$", out, re.MULTILINE)
+    tables = out[out.index("GPU timelines") :]
+    assert re.search(r"`?NVIDIA H200`? +0\.800 +0\.200 +0\.500 +0\.0 %$", tables, re.MULTILINE)
+    assert "step p50 ms  busy p50 ms  idle p50 ms" in tables
+    _, out, _ = run("compare", one, tmp_path / "ranks" / "b.json")
+    assert re.search(r"^  idle +0\.500 +0\.501 +\+0\.001", out, re.MULTILINE)
+    _, out, _ = run("advise", one, "--no-findings")
+    assert "0.800 ms a step, 0.200 busy, 0.500 idle." in out
+    run("profile", "ranks", "--html", "r.html")
+    assert "<td>0.800</td><td>0.200</td><td>0.500</td><td>0.000</td>" in Path("r.html").read_text()
+
+
+@pytest.mark.parametrize(("argv", "option"), [(["--why", ""], "why"), (["--why", "  "], "why"), (["--rules", " "], "rules")])
+def test_an_option_without_a_word_is_refused(run, before, argv, option):
+    for trace in ([before], []):
+        assert run("profile", *trace, *argv)[::2] == (2, f"error: profile: --{option} must name something, got nothing\n")
+
+
+def test_a_wide_terminal_shows_whole_names(before, tmp_path, monkeypatch):
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::" + "x" * 60 + ">(int)"
+    trace = kineto(tmp_path / "long.json", schedule([*STEP, (name, 20_000)]))
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    for columns, whole in ((220, True), (120, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["profile", str(trace), "--top", "9"]) == 0
+        assert (name in screen.getvalue()) == whole
+        screen.truncate(0)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_redaction(run, tmp_path):

@@ -1,5 +1,7 @@
 """Flags and verdicts on profiles whose differences are known."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from made_profiles import profile
@@ -48,11 +50,30 @@ def test_rows_hold_time_launches_share_of_each_run():
     assert [cell.step_ns for cell in row.cells] == [4_000_000, 2_000_000]
 
 
-def test_below_noise_is_no_change():
+def test_below_noise_cannot_be_told():
     # steps spread over 6 %: half of that is the interquartile range, more than the 1.8 % change
     comparison = run(profile(BASE, name="a", jitter=0.03), profile(with_attention(3.8), name="b", jitter=0.03))
-    assert comparison.verdicts[0].word == "no change"
+    assert comparison.verdicts[0].word == "cannot tell"
+    assert (
+        "cannot tell: moved less than the noise (0.330 ms), 11.000 -> 10.800 ms a step (-1.8 %)" in comparison.verdicts[0].text
+    )
+    assert not comparison.regressed
     assert "(-1.8 %), moved less than the noise of the runs" in text_of(comparison, "below-noise")
+
+
+def test_far_inside_the_noise_is_no_change():
+    comparison = run(profile(BASE, name="a", jitter=0.03), profile(with_attention(3.95), name="b", jitter=0.03))
+    assert comparison.verdicts[0].word == "no change"  # 0.5 %: under what counts however quiet the runs
+
+
+def test_a_step_that_cannot_be_told_is_not_said_to_stand_still():
+    loud = profile(BASE, name="b", idle=3.0, jitter=0.3)
+    steady = replace(loud.devices[0].steps, p50_busy_ns=14_000_000)
+    items = tuple(replace(step, busy_ns=14_000_000) for step in steady.items)
+    loud = replace(loud, devices=(replace(loud.devices[0], steps=replace(steady, items=items)),))
+    comparison = run(profile(BASE, name="a"), loud)
+    assert comparison.verdicts[0].word == "cannot tell"
+    assert "gpu-rose-step-flat" not in codes(comparison)
 
 
 def test_share_rose_time_did_not():

@@ -1,8 +1,12 @@
 """docs/profile.md says what the code does: every flag, every candidate with its numbers, every weight."""
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
+from deepdecode.__main__ import main
 from deepdecode.trace import compare, servebench
 from deepdecode.trace.advise import catalogue
 from deepdecode.trace.cli import COMMANDS, parser
@@ -50,6 +54,23 @@ def test_every_option_named_exists():
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", re.sub(r"`(?:nsys|sglang|vllm|pip)[^`]*`|`--cuda[^`]*`", "", TEXT)))
     assert named <= options
     assert {"--decide", "--redact", "--why", "--rules", "--allow", "--findings"} <= named
+
+
+HELP = "\n".join(parser(command).format_help() for command in COMMANDS)
+
+
+@pytest.mark.parametrize("text", [TEXT, HELP], ids=["docs", "help"])
+def test_examples_of_shipped_files_run(text, tmp_path, monkeypatch, capsys):
+    """Each command has at least one; exit 1 is a slower step, which only that pair shows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    lines = text.replace("\\\n", " ").splitlines()
+    examples = [shlex.split(line)[1:] for line in lines if re.match(r"\s*deepdecode .*tests/data", line)]
+    assert {argv[0] for argv in examples} == set(COMMANDS)
+    for argv in examples:
+        slower = any("mma" in word for word in argv) and any("splitk" in word for word in argv)
+        assert main(argv) == slower, argv
+    assert "error" not in capsys.readouterr().err
 
 
 def test_paths_exist():

@@ -82,6 +82,17 @@ def test_two_captures_of_one_rank_are_said(tmp_path):
     assert trace.notes == ("more than one file says that it is rank 1: each counts as a timeline of its own",)
 
 
+def test_different_gpus_in_a_folder_are_warned_of(tmp_path):
+    kineto(tmp_path / "a.json", gpu="NVIDIA H100 80GB HBM3")
+    kineto(tmp_path / "b.json", gpu="NVIDIA H100 80GB HBM3", bs=8)
+    assert "MIXED_GPUS" not in [w.code for w in profile(load(tmp_path)).warnings]
+    kineto(tmp_path / "c.json", gpu="Tesla V100-SXM2-16GB")
+    kineto(tmp_path / "d.json", gpu="", bs=4)
+    warned = {w.code: w.text for w in profile(load(tmp_path)).warnings}
+    names = "NVIDIA H100 80GB HBM3, Tesla V100-SXM2-16GB"
+    assert warned["MIXED_GPUS"] == f"the GPUs differ ({names}): they are taken for ranks of one run"
+
+
 def test_a_rank_without_the_wanted_phase_is_left_out(tmp_path):
     kineto(tmp_path / "decode.json")
     kineto(tmp_path / "prefill.json", phase="EXTEND")

@@ -5,7 +5,20 @@ import re
 
 import pytest
 
-from deepdecode.trace.render import Bullets, Code, Doc, Table, clean, markdown, plain, quote, short, show, signed_percent
+from deepdecode.trace.render import (
+    Bullets,
+    Code,
+    Doc,
+    Table,
+    clean,
+    distinct,
+    markdown,
+    plain,
+    quote,
+    short,
+    show,
+    signed_percent,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -100,6 +113,25 @@ def test_names_are_shortened_in_the_middle():
     assert short(name).startswith("void cutlass::")
     assert short(name).endswith("::run<3>")
     assert isinstance(short("k"), Code)
+
+
+def test_shortened_names_stay_apart():
+    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<c10::BFloat16>, std::array<char*, 3ul>>(int, {})"
+    tail = "at::native::memory::LoadWithoutCast, std::array<char*, 3ul>"
+    functors = ("CUDAFunctor_add", "MulFunctor", "MulFunctor_scalar", "silu_kernel")
+    names = [kernel.format(functor, tail) for functor in functors] + ["other", kernel.format("silu_kernel", tail + "9")]
+    for width in (48, 64, 100):
+        shown = distinct(names, width)
+        assert len(set(shown.values())) == len(names)
+        assert all(len(text) <= width for text in shown.values())
+        assert all(functor in shown[kernel.format(functor, tail)] for functor in functors[:3])
+        assert all(text.startswith("void at::native::") for name, text in shown.items() if name != "other")
+    assert shown["other"] == "other"
+    by_end = [kernel.format("CUDAFunctor_add", tail), kernel.format("MulFunctor", tail + ", int")]  # the word, not the end
+    assert ["CUDAFunctor_add" in (texts := list(distinct(by_end).values()))[0], "MulFunctor" in texts[1]] == [True, True]
+    # one is a literal escape of the other: only a number can tell them apart
+    assert list(distinct(["a\n", "a\\n"]).values()) == ["a\\n #1", "a\\n #2"]
+    assert distinct([name * 9 for name in HOSTILE])[HOSTILE[1] * 9].isprintable()
 
 
 def test_our_sentences_keep_their_code_in_markdown():

@@ -15,7 +15,7 @@ from deepdecode.trace.advise import advise
 from deepdecode.trace.compare import compare
 from deepdecode.trace.model import Health, Profile, Slice, Timeline, TraceError, Warning
 from deepdecode.trace.render import plain
-from deepdecode.trace.report import comparison_doc, profile_doc, redact_command, redact_profile, to_json
+from deepdecode.trace.report import advice_doc, change, comparison_doc, profile_doc, redact_command, redact_profile, to_json
 
 HOSTILE = [
     "</script><script>window.hit=1</script>",
@@ -154,7 +154,7 @@ def test_empty_profile_has_a_page():
 def test_ranks_and_gaps_are_on_the_page():
     two = profile([("k", "collective", 4.0)], gpus=2, idle=1.0)
     text = html.page([two], ["x"])
-    assert text.count('<td class="l">NVIDIA H200</td><td>5.000</td><td>32.000</td><td>8.000</td><td>32.000</td>') == 2
+    assert text.count('<td class="l">NVIDIA H200</td><td>5.000</td><td>4.000</td><td>1.000</td><td>4.000</td>') == 2
     assert '<td>500.00</td><td class="k"><code>k</code></td>' in text
 
 
@@ -172,6 +172,43 @@ def test_comparison_doc_numbers():
     assert row.split() == ["attention", "27.000", "61.0", "%", "43", "5.400", "23.8", "%", "43", "-21.600", "-80.0", "%"]
     row = next(line for line in text.splitlines() if re.match(r"  step +\d", line))
     assert row.split() == ["step", "45.250", "23.650", "-21.600", "-47.7", "%"]
+
+
+def test_a_capture_without_steps_is_called_one():
+    none = "none: the whole capture is one step"
+    health = Health(events=1, orphans=1, overlapping=1)
+    one = profile([("k", "glue", 4.0)], signal=none, steps=1, agreement=0.0, phase="unknown", batch=None, gpu="", health=health)
+    text = plain(profile_doc(one, "x"))
+    assert text.startswith("`x`: phase unknown, no steps found: capture of 5.000 ms\n")
+    assert "no signal tells steps apart (votes: `" in text
+    assert "1 activity starts before" in text
+    assert "1 record in us; 1 kernel has no launch in the file" in text
+    for odd in ("signals agree", "1 by", "p50 5", "1 steps", "1 gaps", "1 records"):
+        assert odd not in text
+    page = html.page([one], ["x"])
+    assert "phase unknown, no steps found: capture of 5.000 ms" in page
+    assert "signals agree" not in page
+    assert "phase unknown, no steps found: 5.000 ms in all, 4.000 busy, 1.000 idle." in plain(advice_doc(advise(one, "x")))
+    both = plain(comparison_doc(compare([one, replace(one, sources=pair()[0].sources)], ["x", "y"], ["same-file"])))
+    assert re.search(r"^  steps +none found +none found$", both, re.MULTILINE)
+    assert "no change, 5.000 -> 5.000 ms in all (+0.0 %)" in both
+
+
+def test_rows_of_a_comparison_stay_apart_and_say_what_is_gone():
+    functor = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float>, std::array<char*, 3ul>>(int, std::array)"
+    )
+    base = [(functor.format(name), "glue", 2.0) for name in ("MulFunctor", "CUDAFunctor_add")]
+    columns = [base, [*base, ("middle_kernel", "moe", 5.0)], base]
+    labels = ["a", "b", "c"]
+    comparison = compare([profile(k, name=n) for k, n in zip(columns, labels, strict=True)], labels)
+    text = plain(comparison_doc(comparison))
+    first = next(line for line in text.splitlines() if line.startswith("  middle_kernel"))
+    assert first.split()[-2:] == ["-", "gone"]
+    assert [word in text for word in ("MulFunctor", "CUDAFunctor_add")] == [True, True]
+    assert change([3_000_000, None, None]) == ("-3.000", "gone")
+    assert change([None, None, 1_000_000]) == ("+1.000", "new")
+    assert "<td>gone</td>" in html.page([profile(k, name=n) for k, n in zip(columns, labels, strict=True)], labels)
 
 
 def test_redaction(tmp_path):

@@ -124,7 +124,7 @@ def test_repeats_give_the_noise(tmp_path):
     a = read_serving(lines(tmp_path / "a", sglang(4, 100), sglang(4, 104)), "a")
     b = read_serving(lines(tmp_path / "b", sglang(4, 105), sglang(4, 106)), "b")
     verdict = compare_serving([a, b]).verdicts[0]
-    assert verdict.word == "no change"
+    assert verdict.word == "cannot tell"  # 3.4 %, within a range of 4
     assert "the range of the repeats" in verdict.text
     c = read_serving(lines(tmp_path / "c", sglang(4, 110), sglang(4, 111)), "c")
     assert compare_serving([a, c]).verdicts[0].word == "faster"

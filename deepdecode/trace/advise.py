@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
-from deepdecode.trace.compare import WHOLE, spread
-from deepdecode.trace.model import UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile, TraceError
+from deepdecode.trace.compare import spread
+from deepdecode.trace.model import UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile, TraceError, plural
 from deepdecode.trace.render import count, ms, percent, quote
 
 SCHEMA = 1  # of Advice as JSON
 IDLE = "idle"
+NOTHING = "nothing"  # a decision to leave things as they are
 DECODE = ("decode", "unknown")  # phases that the catalogue's speed-ups are written for
 SMALLEST = 0.002  # of the step; smaller candidates are not listed
 WAIT_WORDS = (
@@ -98,6 +97,7 @@ class Advice:
     phase: str
     batch: int | None
     steps: int
+    whole: bool  # no steps were found: the capture counts as one
     step_ns: int
     busy_ns: int
     idle_ns: int
@@ -178,6 +178,7 @@ def advise(
         phase=profile.phase,
         batch=profile.batch,
         steps=dev.steps.count,
+        whole=dev.steps.whole,
         step_ns=wall,
         busy_ns=dev.steps.p50_busy_ns,
         idle_ns=times[IDLE],
@@ -204,12 +205,19 @@ def check_numbers(speedups: Mapping[str, float], floors_ns: Mapping[str, float])
             raise ValueError(f"advise: floor of {name} must be > 0 ms, got {value / 1e6:g}")
 
 
+def check_decision(text: str, advice: Advice) -> None:
+    """ValueError unless it is `CANDIDATE: reason` of a candidate in the ranking, or `nothing: reason`."""
+    name, _, reason = text.partition(":")
+    known = [*(candidate.id for candidate in advice.candidates), NOTHING]
+    if name.strip() not in known:
+        raise ValueError(f"advise: --decide must begin with one of {', '.join(known)}, got {name.strip()[:80]}")
+    if not reason.strip():
+        raise ValueError(f"advise: --decide must say why, as `{name.strip()}: reason`, got no reason")
+
+
 def _times(dev: DeviceProfile) -> dict[str, int]:
     """Median exclusive nanoseconds per step of each category, and of idleness."""
-    times = {cat.category: cat.p50_step_ns for cat in dev.categories}
-    gaps = [step.wall_ns - step.busy_ns for step in dev.steps.items]
-    times[IDLE] = max(0, round(float(np.median(gaps)))) if gaps else dev.idle_ns
-    return times
+    return {**{cat.category: cat.p50_step_ns for cat in dev.categories}, IDLE: dev.steps.p50_idle_ns}
 
 
 def _applicable(book: Catalogue, profile: Profile, dev: DeviceProfile) -> list[Entry]:
@@ -264,7 +272,7 @@ def _candidate(
         k, source = speedups[entry.id], "chosen"
     saved = ns * (1 - 1 / k)
     # without steps, idle time may lie at the capture's edges
-    confidence = "low" if IDLE in entry.takes and dev.steps.signal.startswith(WHOLE) else entry.confidence
+    confidence = "low" if IDLE in entry.takes and dev.steps.whole else entry.confidence
     weight = book.weights["confidence"][confidence]
     weight *= book.weights["effort"][entry.effort] * book.weights["risk"][entry.risk]
     kernels = sorted((kr for kr in dev.kernel_rows if kr.category in entry.takes), key=lambda kr: -kr.exclusive_ns)
@@ -300,7 +308,7 @@ def _notes(entry: Entry, profile: Profile, dev: DeviceProfile, kernels: Sequence
         ranks = [one.exclusive_ns.get("collective", 0) / max(1, one.steps.count) for one in profile.devices]
         spans = f"{ms(min(ranks))} to {ms(max(ranks))} ms a step"
         notes.append(f"over {len(ranks)} GPU timelines it takes {spans}: what exceeds the least is likely waiting")
-    if IDLE in entry.takes and dev.steps.signal.startswith(WHOLE):
+    if IDLE in entry.takes and dev.steps.whole:
         notes.append("no steps were found, so a part of this may lie at the capture's edges, outside any step")
     if saved and saved < spread([step.wall_ns for step in dev.steps.items]):
         notes.append("the saving is below the spread of this run's steps: a measurement may not show it")
@@ -343,10 +351,10 @@ def _limits(profile: Profile, dev: DeviceProfile, scale: float, unused: Sequence
     out = ["every ceiling is an upper bound: removing time may only uncover a wait that it hid"]
     if scale < 1:
         out.append(f"medians of categories add up to more than the median step and were scaled by {scale:.3f}")
-    if dev.steps.signal.startswith(WHOLE):
+    if dev.steps.whole:
         out.append("no steps were found: the whole capture counts as one step, idle time at its edges included")
     elif dev.steps.count < 4:
-        out.append(f"{dev.steps.count} step{'s' * (dev.steps.count != 1)} cannot show how much steps vary")
+        out.append(f"{plural(dev.steps.count, 'step')} cannot show how much steps vary")
     if dev.unknown_share > UNKNOWN_LIMIT:
         out.append(f"{percent(dev.unknown_share)} of GPU time is in no category and in no candidate: add rules with --rules")
     if profile.phase not in DECODE:
@@ -358,8 +366,8 @@ def _limits(profile: Profile, dev: DeviceProfile, scale: float, unused: Sequence
     if len(profile.devices) > 1:
         out.append(f"this is the busiest of {len(profile.devices)} GPU timelines: waiting shows only beside the others")
     if dev.graph_mode == "eager":
-        calls = count(dev.kernels_per_step)
-        out.append(f"a profiler adds a cost to each of {calls} launches a step: idle time is larger here than without it")
+        calls = plural(count(dev.kernels_per_step), "launch", "launches")
+        out.append(f"a profiler adds a cost to each of {calls} a step: idle time is larger here than without it")
     for name in unused:
         out.append(f"a number was given for {name}, which is no candidate of this profile")
     return tuple(out)

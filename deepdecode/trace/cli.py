@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ COMMANDS = {
 
 EXAMPLES = {
     "profile": """examples:
-  deepdecode profile trace.json.gz
+  deepdecode profile tests/data/decode_original.json.gz
   deepdecode profile ranks/ --html report.html
   deepdecode profile export.sqlite --json > profile.json
   deepdecode profile trace.json.gz --why sparse_attn_split_kernel
@@ -28,18 +29,19 @@ EXAMPLES = {
 
 exit status: 0, 1 when there is no GPU work or too much of it is in no category (--unknown-limit), 2 on error""",
     "compare": """examples:
-  deepdecode compare before.json.gz after.json.gz
+  deepdecode compare tests/data/decode_original.json.gz tests/data/decode_mma.json.gz
   deepdecode compare original.json.gz mma.json.gz split.json.gz --label original --label MMA --label "MMA + split-K"
   deepdecode compare before.sqlite after.json.gz --allow gpu-mismatch --html report.html
   deepdecode compare sglang_before.jsonl sglang_after.jsonl
 
 exit status: 0, 1 when a step became slower or a verdict is refused, 2 on error""",
     "advise": """examples:
-  deepdecode advise trace.json.gz
+  deepdecode advise tests/data/decode_splitk.json.gz
+  deepdecode advise tests/data/decode_splitk.json.gz --decide "tensor-core-gemm: largest sure gain, selection check is ready"
   deepdecode advise before.json.gz after.json.gz --speedup fuse-glue=4
   deepdecode advise trace.json.gz --floor split-attention=0.35
-  deepdecode advise trace.json.gz --decide "tensor-core-gemm: largest sure gain, selection check is ready"
 
+Files of tests/data are in the repository.
 An entry is appended to PROFILE_FINDINGS.md in the current folder; --findings names another file, --no-findings none.
 exit status: 0, 1 when the traces could not be compared fairly, 2 on error""",
 }
@@ -96,7 +98,11 @@ def parser(command: str) -> argparse.ArgumentParser:
             metavar="CANDIDATE=MS",
             help="its roofline time per step; k is the time over it",
         )
-        p.add_argument("--decide", metavar="TEXT", help="record this choice and its reason")
+        p.add_argument(
+            "--decide",
+            metavar="TEXT",
+            help="record this choice: a candidate of the ranking, a colon, and why; or nothing, a colon, and why",
+        )
         p.add_argument("--no-findings", action="store_true", help="append nothing")
     if command != "profile":
         default = "PROFILE_FINDINGS.md" if command == "advise" else None
@@ -134,7 +140,7 @@ def main(argv: list[str]) -> int:
     if args.top < 1:
         raise Usage(f"{command}: --top must be >= 1, got {args.top}")
     for option in ("html", "findings", "rules", "why"):
-        if getattr(args, option, None) == "":
+        if (named := getattr(args, option, None)) is not None and not named.strip():
             raise Usage(f"{command}: --{option} must name something, got nothing")
     protect(args)
     return {"profile": run_profile, "compare": run_compare, "advise": run_advise}[command](args, argv)
@@ -156,7 +162,7 @@ def run_profile(args: argparse.Namespace, argv: list[str]) -> int:
     (profile,), (label,) = read([args.trace], args)
     if args.why is not None:
         return explain(args.why, profile, args)
-    output(args, profile, profile_doc(profile, label, args.top))
+    output(args, profile, profile_doc(profile, label, args.top, columns(args)))
     write_page(args, [profile], [label])
     if profile.main is None:
         say("no GPU work was recorded")
@@ -173,7 +179,7 @@ def run_profile(args: argparse.Namespace, argv: list[str]) -> int:
 def explain(name: str, profile: Profile | None, args: argparse.Namespace) -> int:
     """Which rule placed a kernel: of the name itself, or of every kernel of a profile that has it in its name."""
     from deepdecode.trace.categories import load_rules, why
-    from deepdecode.trace.render import Doc, Table, short
+    from deepdecode.trace.render import Doc, Table, distinct
 
     if profile is None:
         rule = why(name, load_rules(args.rules))
@@ -185,7 +191,8 @@ def explain(name: str, profile: Profile | None, args: argparse.Namespace) -> int
             raise TraceError(
                 f"profile: --why must name a kernel of the trace, got {name}", "without a trace, any name is placed"
             )
-    rows = tuple((short(kernel, 100), CATEGORIES.get(category, category), rule) for kernel, category, rule in placed)
+    names = distinct((kernel for kernel, _, _ in placed), 100)
+    rows = tuple((names[kernel], CATEGORIES.get(category, category), rule) for kernel, category, rule in placed)
     found = [{"name": kernel, "category": category, "rule": rule} for kernel, category, rule in placed]
     output(args, {"schema": 1, "kernels": found}, Doc("Rules", (Table("", ("kernel", "category", "rule"), "lll", rows),)))
     return 0
@@ -206,7 +213,7 @@ def run_compare(args: argparse.Namespace, argv: list[str]) -> int:
     check_allow(args.allow)
     profiles, labels = read(args.traces, args)
     comparison = compare(profiles, labels, args.allow)
-    doc = comparison_doc(comparison, args.top)
+    doc = comparison_doc(comparison, args.top, columns(args))
     output(args, comparison, doc)
     write_page(args, profiles, labels, comparison)
     record(args, argv, "comparison of " + ", ".join(quoted(labels)), profiles, [doc])
@@ -250,7 +257,7 @@ def _without_paths(point):
 
 
 def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
-    from deepdecode.trace.advise import advise, check_numbers
+    from deepdecode.trace.advise import advise, check_decision, check_numbers
     from deepdecode.trace.compare import check_allow, compare
     from deepdecode.trace.render import Doc
     from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc
@@ -266,7 +273,13 @@ def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
     profiles, labels = read(args.traces, args)
     comparison = compare(profiles, labels, args.allow) if len(profiles) > 1 else None
     advice = advise(profiles[-1], labels[-1], speedups=speedups, floors_ns=floors)
-    first = comparison_doc(comparison, args.top) if comparison else profile_doc(profiles[-1], labels[-1], args.top)
+    if args.decide is not None:
+        check_decision(args.decide, advice)
+    first = (
+        comparison_doc(comparison, args.top, columns(args))
+        if comparison
+        else profile_doc(profiles[-1], labels[-1], args.top, columns(args))
+    )
     docs = [first, advice_doc(advice)]
     shown = Doc(docs[1].title, (*docs[0].parts, *docs[1].parts)) if comparison else docs[1]
     output(args, {"schema": advice.schema, "advice": advice, "comparison": comparison}, shown)
@@ -382,6 +395,12 @@ class Progress:
     def __exit__(self, *_) -> None:
         if self.shown and self.terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def columns(args: argparse.Namespace) -> int:
+    """Of the terminal that the tables go to; 0 where they go elsewhere."""
+    to_terminal = sys.stdout.isatty() and not (args.json or args.markdown)
+    return shutil.get_terminal_size().columns if to_terminal else 0
 
 
 def output(args: argparse.Namespace, value, doc) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepdecode.trace.model import CATEGORIES, UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile
+from deepdecode.trace.model import CATEGORIES, UNKNOWN_LIMIT, WHOLE, DeviceProfile, Kernel, Profile, plural
 from deepdecode.trace.render import count, health_text, ms, percent, quote, short, signed_percent
 
 SCHEMA = 1  # of Comparison as JSON
@@ -20,7 +20,6 @@ MIN_STEPS = 4
 SHARE_POINTS = 0.01  # a share that moves less than this has not moved
 MOVED = 0.5  # of a category's fall, found in kernels that are new in another category
 PRECISION_SHARE = 0.10  # of GEMM and MoE time of known precision
-WHOLE = "none"  # how Steps.signal starts when the whole capture counts as one step
 NOISE_RULE = (
     "a change counts when it passes the larger interquartile range of the two runs' steps, "
     f"and at least {100 * NOISE_FLOOR:.0f} % ({100 * NOISE_FLOOR_FEW:.0f} % with fewer than {MIN_STEPS} steps)"
@@ -60,6 +59,7 @@ class Run:
     step_noise_ns: int
     busy_ns: int
     busy_noise_ns: int
+    idle_ns: int
     launches: float
     graph_launches: float
     precisions: dict[str, float]
@@ -104,7 +104,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word` is "faster", "slower", "no change" or "refused"; the ratio is step time after over before."""
+    """`word` says what the step did; the ratio is step time after over before.
+
+    "faster", "slower", "no change" (by less than the least that counts), "cannot tell" (by more than that, but less than
+    the noise of the runs), or "refused".
+    """
 
     before: int
     after: int
@@ -185,7 +189,7 @@ def _run(profile: Profile, label: str) -> Run:
     names = ", ".join(profile.gpus)
     if profile.main is None:
         return Run(
-            label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, {}, 0, 0
+            label, sha, formats, names, 0, profile.phase, profile.batch, "unknown", 0, "", 0.0, 0, 0, 0, 0, 0, 0, 0, {}, 0, 0
         )
     dev = profile.devices[profile.main]
     return Run(
@@ -204,6 +208,7 @@ def _run(profile: Profile, label: str) -> Run:
         step_noise_ns=spread([step.wall_ns for step in dev.steps.items]),
         busy_ns=dev.steps.p50_busy_ns,
         busy_noise_ns=spread([step.busy_ns for step in dev.steps.items]),
+        idle_ns=dev.steps.p50_idle_ns,
         launches=dev.kernels_per_step,
         graph_launches=dev.graph_launches_per_step,
         precisions=_precisions(dev),
@@ -295,6 +300,16 @@ def _few(a: Run, b: Run) -> bool:
     return min(a.steps, b.steps) < MIN_STEPS
 
 
+def _noise(a: Run, b: Run) -> int:
+    return max(a.step_noise_ns, b.step_noise_ns)
+
+
+def _unclear(a: Run, b: Run) -> bool:
+    """The step moved by enough to count, had the runs been quieter."""
+    few = _few(a, b)
+    return moved(a.step_ns, b.step_ns, 0, few) != 0 and moved(a.step_ns, b.step_ns, _noise(a, b), few) == 0
+
+
 def _mismatches(profiles: Sequence[Profile], runs: Sequence[Run], before: int, after: int) -> list[Flag]:
     a, b = runs[before], runs[after]
     out: list[Flag] = []
@@ -369,7 +384,7 @@ def _step_flags(a: Run, b: Run, flag) -> None:
         text = f"{quote(whole[0].label)} shows no steps: its whole capture would be compared with a step"
         flag("step-mismatch", "refuse", text)
     elif len(whole) == 2:
-        kernels = f"{count(a.launches)} and {count(b.launches)} kernels"
+        kernels = f"{count(a.launches)} and {plural(count(b.launches), 'kernel')}"
         text = f"no steps were found: the whole captures are compared ({kernels}), as if each were one"
         flag("no-steps", "warn", text)
     split = [run for run in (a, b) if run not in whole and run.agreement < 0.5]
@@ -383,7 +398,7 @@ def _step_flags(a: Run, b: Run, flag) -> None:
         flag("step-count-mismatch", "warn", text)
     if _few(a, b) and not whole:
         fewest = min(a.steps, b.steps)
-        text = f"{fewest} step{'s' * (fewest != 1)} cannot show the noise: changes under {NOISE_FLOOR_FEW:.0%} are not called"
+        text = f"{plural(fewest, 'step')} cannot show the noise: changes under {NOISE_FLOOR_FEW:.0%} are not called"
         flag("few-steps", "note", text)
 
 
@@ -399,7 +414,7 @@ def _precision_flags(a: Run, b: Run, flag) -> None:
 def _readings(runs: Sequence[Run], cats: Sequence[Row], kernels: Sequence[Row], before: int, after: int) -> list[Flag]:
     """What the numbers of two comparable runs say that a glance at the shares would not."""
     a, b, few = runs[before], runs[after], _few(runs[before], runs[after])
-    wall = moved(a.step_ns, b.step_ns, max(a.step_noise_ns, b.step_noise_ns), few)
+    wall = moved(a.step_ns, b.step_ns, _noise(a, b), few)
     busy = moved(a.busy_ns, b.busy_ns, max(a.busy_noise_ns, b.busy_noise_ns), few)
     out: list[Flag] = []
 
@@ -409,10 +424,10 @@ def _readings(runs: Sequence[Run], cats: Sequence[Row], kernels: Sequence[Row], 
     step = f"{ms(a.step_ns)} -> {ms(b.step_ns)} ms"
     work = f"{ms(a.busy_ns)} -> {ms(b.busy_ns)} ms"
     if a.sha256 != b.sha256 and wall == 0:
-        limit = max(a.step_noise_ns, b.step_noise_ns, (NOISE_FLOOR_FEW if few else NOISE_FLOOR) * max(a.step_ns, b.step_ns))
+        limit = max(_noise(a, b), (NOISE_FLOOR_FEW if few else NOISE_FLOOR) * max(a.step_ns, b.step_ns))
         change = signed_percent(a.step_ns, b.step_ns)
         flag("below-noise", "note", f"the step, {step} ({change}), moved less than the noise of the runs ({ms(limit)} ms)")
-    if wall == 0 and busy != 0:
+    if wall == 0 and busy != 0 and not _unclear(a, b):
         text = f"GPU time {'fell' if busy < 0 else 'rose'} ({work}), the step did not ({step}): something else sets its length"
         flag(f"gpu-{'fell' if busy < 0 else 'rose'}-step-flat", "warn", text)
     same_work = busy == 0 and moved(a.launches, b.launches, 0, few) == 0
@@ -426,7 +441,8 @@ def _readings(runs: Sequence[Run], cats: Sequence[Row], kernels: Sequence[Row], 
             "note",
             f"the share rose, the time per step did not, because the rest shrank: {'; '.join(flat)}",
         )
-    _target_flag(cats, before, after, busy, wall, few, f"total GPU time rose ({work})", step, flag)
+    end = {-1: "fell all the same", 0: "moved less than its noise" if _unclear(a, b) else "did not move", 1: "rose too"}[wall]
+    _target_flag(cats, before, after, busy, few, f"total GPU time rose ({work}); the step {end} ({step})", flag)
     for text in _moves(cats, kernels, before, after, few):
         flag("work-moved", "warn", text)
     return out
@@ -445,17 +461,14 @@ def _cell_moved(x: Cell | None, y: Cell | None, few: bool) -> int:
     return moved(x.step_ns, y.step_ns, max(x.noise_ns, y.noise_ns), few)
 
 
-def _target_flag(
-    cats: Sequence[Row], before: int, after: int, busy: int, wall: int, few: bool, total: str, step: str, flag
-) -> None:
+def _target_flag(cats: Sequence[Row], before: int, after: int, busy: int, few: bool, total: str, flag) -> None:
     """The category that fell most is taken for the target."""
     fallen = [row for row in cats if _cell_moved(row.cells[before], row.cells[after], few) < 0]
     if busy <= 0 or not fallen:
         return
     target = min(fallen, key=lambda row: _ns(row, after) - _ns(row, before))
     name = CATEGORIES.get(target.key, target.key)
-    end = {-1: "fell all the same", 0: "did not move", 1: "rose too"}[wall]
-    text = f"{name} fell ({ms(_ns(target, before))} -> {ms(_ns(target, after))} ms) but {total}; the step {end} ({step})"
+    text = f"{name} fell ({ms(_ns(target, before))} -> {ms(_ns(target, after))} ms) but {total}"
     flag("target-fell-total-rose", "warn", text)
 
 
@@ -496,11 +509,13 @@ def _verdict(runs: Sequence[Run], flags: Sequence[Flag], before: int, after: int
         why = "; ".join(flag.text for flag in reasons)
         return Verdict(before, after, "refused", ratio, f"{pair}: no verdict, because {why}")
     assert ratio is not None  # no GPU work refuses
-    word = {-1: "faster", 0: "no change", 1: "slower"}[
-        moved(a.step_ns, b.step_ns, max(a.step_noise_ns, b.step_noise_ns), _few(a, b))
-    ]
-    step = f"{ms(a.step_ns)} -> {ms(b.step_ns)} ms a step ({signed_percent(a.step_ns, b.step_ns)})"
-    factor = {"faster": f", {1 / ratio:.2f}x as fast", "slower": f", {ratio:.2f}x the time", "no change": ""}[word]
+    word = {-1: "faster", 0: "no change", 1: "slower"}[moved(a.step_ns, b.step_ns, _noise(a, b), _few(a, b))]
+    said = word
+    if _unclear(a, b):
+        word, said = "cannot tell", f"cannot tell: moved less than the noise ({ms(_noise(a, b))} ms)"
+    unit = "in all" if a.whole and b.whole else "a step"
+    step = f"{ms(a.step_ns)} -> {ms(b.step_ns)} ms {unit} ({signed_percent(a.step_ns, b.step_ns)})"
+    factor = {"faster": f", {1 / ratio:.2f}x as fast", "slower": f", {ratio:.2f}x the time"}.get(word, "")
     doubts = sorted({flag.code for flag in flags if flag.severity == "warn"})
     but = f"; read with: {', '.join(doubts)}" if doubts else ""
-    return Verdict(before, after, word, ratio, f"{pair}: {word}, {step}{factor}{but}")
+    return Verdict(before, after, word, ratio, f"{pair}: {said}, {step}{factor}{but}")

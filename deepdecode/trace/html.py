@@ -16,9 +16,9 @@ from pathlib import Path
 
 from deepdecode.trace.advise import IDLE, Advice
 from deepdecode.trace.compare import Comparison
-from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Timeline, TraceError
-from deepdecode.trace.render import clean, count, health_text, ms, percent, signed_ms, signed_percent
-from deepdecode.trace.report import graphs_text, headline, takes_text
+from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, Timeline, TraceError, plural
+from deepdecode.trace.render import clean, count, health_text, ms, percent
+from deepdecode.trace.report import change, graphs_text, headline, takes_text
 
 MAX_KERNELS = 600  # rows of the kernel table
 MAX_SLICES = 4000  # rectangles of one timeline
@@ -180,14 +180,15 @@ def _run(profile: Profile, label: str) -> dict:
     facts = [("what", headline(profile).replace("`", ""))]
     if dev:
         steps = dev.steps
+        agree = f"{steps.count} by {clean(steps.signal)}, {percent(steps.agreement)} of the signals agree"
         facts += [
             ("step p50", f"{ms(steps.p50_ns)} ms ({ms(steps.min_ns)} to {ms(steps.max_ns)})"),
-            ("busy", f"{ms(steps.p50_busy_ns)} ms a step; idle {percent(dev.idle_ns / max(1, dev.window_ns))} of the window"),
+            ("busy", f"{ms(steps.p50_busy_ns)} ms a step; idle {ms(steps.p50_idle_ns)} ms"),
             (
                 "launches",
-                f"{count(dev.kernels_per_step)} kernels a step, {graphs_text(dev)}",
+                f"{plural(count(dev.kernels_per_step), 'kernel')} a step, {graphs_text(dev)}",
             ),
-            ("steps", f"{steps.count} by {clean(steps.signal)}, {percent(steps.agreement)} of the signals agree"),
+            ("steps", "none found: the whole capture counts as one" if steps.whole else agree),
             ("unknown", f"{percent(dev.unknown_share)} of busy time"),
         ]
     trouble = health_text(profile.health)
@@ -209,9 +210,9 @@ def _device_rows(profile: Profile) -> list[tuple[str, ...]]:
             str(dev.device),
             clean(dev.gpu) or "-",
             ms(dev.steps.p50_ns),
-            ms(dev.busy_ns),
-            ms(dev.idle_ns),
-            ms(dev.exclusive_ns.get("collective", 0)),
+            ms(dev.steps.p50_busy_ns),
+            ms(dev.steps.p50_idle_ns),
+            ms(next((cat.p50_step_ns for cat in dev.categories if cat.category == "collective"), 0)),
         )
         for dev in profile.devices
     ]
@@ -254,12 +255,12 @@ def _category_rows(profiles: Sequence[Profile]) -> list[dict]:
     rows = []
     for key in _used(profiles):
         found = [next((c for c in dev.categories if c.category == key), None) if dev else None for dev in devices]
-        values = [cat.p50_step_ns if cat else 0 for cat in found]
+        values = [cat.p50_step_ns if cat else None for cat in found]
         cells = [
             (ms(cat.p50_step_ns), percent(cat.share), count(cat.launches_per_step)) if cat else ("-", "-", "-") for cat in found
         ]
-        change = (signed_ms(values[-1] - values[0]), signed_percent(values[0], values[-1])) if len(values) > 1 else None
-        rows.append({"key": key, "cells": cells, "change": change, "size": max(values)})
+        moved = change(values) if len(values) > 1 else None
+        rows.append({"key": key, "cells": cells, "change": moved, "size": max(value or 0 for value in values)})
     return sorted(rows, key=lambda row: -row["size"])
 
 

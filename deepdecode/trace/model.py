@@ -11,6 +11,8 @@ UNKNOWN_LIMIT = 0.05  # of busy time in no category; above it the categories say
 
 SCHEMA = 1  # of Profile as JSON; rises when a field changes meaning or goes
 
+WHOLE = "none"  # how Steps.signal begins when the whole capture counts as one step
+
 SKIPPED = "skipped "  # how a note begins that names another file of a folder
 KERNEL, MEMCPY, MEMSET = 0, 1, 2  # Table.kind
 
@@ -46,6 +48,11 @@ class TraceError(ValueError):
         # paths and library messages may bring newlines and escape sequences along
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.hint = hint
+
+
+def plural(number: int | str, one: str, many: str = "") -> str:
+    """As in 1 kernel, 2 kernels."""
+    return f"{number} {one if str(number) == '1' else many or one + 's'}"
 
 
 # ---- what was read
@@ -189,6 +196,12 @@ class Steps:
     min_ns: int
     max_ns: int
     p50_busy_ns: int
+    p50_idle_ns: int  # of wall_ns - busy_ns: the idle time of a step, wherever one is named
+
+    @property
+    def whole(self) -> bool:
+        """No steps were found: the capture counts as one."""
+        return self.signal.startswith(WHOLE)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from deepdecode.trace.model import (
     TraceError,
     Vote,
     Warning,
+    plural,
 )
 
 MAX_GAPS, MAX_SLICES = 20, 3000
@@ -160,6 +161,7 @@ def _device(
         min_ns=int(wall.min()),
         max_ns=int(wall.max()),
         p50_busy_ns=median(sums.busy_ns),
+        p50_idle_ns=median(wall - sums.busy_ns),
     )
 
     busy = int(sums.busy_ns.sum())
@@ -376,13 +378,13 @@ def _warn_device(devices: tuple[DeviceProfile, ...], main: int, warnings: list[W
     elif against := [v for v in steps.votes if v.note == "disagrees" and v.signal not in step_finder.SUPPORT]:
         against = ", ".join(f"{v.signal} {v.value}" for v in against)
         warn("STEPS_DISAGREE", f"{steps.signal} says {steps.count} steps, but {against}")
-    if steps.count < 3:
+    if steps.count < 3 and not steps.whole:
         warn("FEW_STEPS", f"{steps.count} step{'s' * (steps.count > 1)}: the spread between steps is not known")
     if device.sum_ns > 1.02 * device.union_ns:
         warn(
             "OVERLAP",
             f"kernels overlap: their sum is {device.sum_ns / 1e6:.3f} ms, the time with any running"
-            f" {device.union_ns / 1e6:.3f} ms; shares below are of the latter",
+            f" {device.union_ns / 1e6:.3f} ms; shares are of the latter",
         )
     if len(devices) > 1:
         warn("MANY_DEVICES", f"{len(devices)} devices worked; figures are of the busiest, {_title(device)}")
@@ -390,6 +392,10 @@ def _warn_device(devices: tuple[DeviceProfile, ...], main: int, warnings: list[W
 
 def _warn_trace(trace: Trace, verdict: str, warnings: list[Warning]) -> None:
     health = trace.health
+    if len(names := dict.fromkeys(gpu.name for gpu in trace.gpus if gpu.name)) > 1:
+        listed = ", ".join(name[:80] for name in list(names)[:4]) + (", ..." if len(names) > 4 else "")
+        taken = "they are taken for ranks of one run" if len(trace.sources) > 1 else "figures are of the busiest alone"
+        warnings.append(Warning("MIXED_GPUS", f"the GPUs differ ({listed}): {taken}"))
     texts = {
         "cpu-only": ("NO_GPU", "the file holds no GPU activity: nothing can be said about GPU time"),
         "graph-capture": ("GRAPH_CAPTURE", "this is the capture of a graph, not its replay: launches were recorded, not run"),
@@ -407,17 +413,18 @@ def _warn_trace(trace: Trace, verdict: str, warnings: list[Warning]) -> None:
         warnings.append(Warning(*phases[verdict]))
     if health.bad_events:
         read = f"{health.events} were read, {health.recovered} of them out of damaged blocks"
-        text = f"{health.bad_events} damaged events were skipped; {read}"
+        skipped = "1 damaged event was" if health.bad_events == 1 else f"{health.bad_events} damaged events were"
+        text = f"{skipped} skipped; {read}"
         warnings.append(Warning("DAMAGED", text))
     if health.truncated:
         warnings.append(Warning("TRUNCATED", "the file ends early: the last step may be cut"))
     if health.impossible_durations:
-        text = f"{health.impossible_durations} activities had impossible times and were dropped or cut to their successor"
-        warnings.append(Warning("IMPOSSIBLE", text))
+        text = "had impossible times: dropped, or cut to the start of the next"
+        warnings.append(Warning("IMPOSSIBLE", f"{plural(health.impossible_durations, 'activity', 'activities')} {text}"))
     if health.orphans and health.capture == "gpu":
-        warnings.append(Warning("ORPHANS", f"{health.orphans} kernels have no launch in the file"))
+        warnings.append(Warning("ORPHANS", f"{plural(health.orphans, 'kernel')} without a launch in the file"))
     if health.drops:
-        warnings.append(Warning("DROPS", f"the profiler says it dropped {health.drops} records"))
+        warnings.append(Warning("DROPS", f"the profiler says it dropped {plural(health.drops, 'record')}"))
 
 
 def _title(device: DeviceProfile | Gpu) -> str:

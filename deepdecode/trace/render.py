@@ -7,10 +7,11 @@ character visible, `Code` marks such text, and each writer here quotes it for it
 import os
 import re
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
-from deepdecode.trace.model import Health
+from deepdecode.trace.model import Health, plural
 
 NAME_WIDTH = 64  # of a kernel name in a table; JSON and HTML keep it whole
 
@@ -95,19 +96,51 @@ def short(name: str, width: int = NAME_WIDTH) -> Code:
     return Code(name)
 
 
+def distinct(names: Iterable[str], width: int = NAME_WIDTH) -> dict[str, Code]:
+    """Names cut to a table's width; those that begin alike show the word in which they part, or else a number."""
+    shown = {name: short(name, width) for name in names}
+    for turn in range(9):
+        groups: dict[str, list[str]] = {}
+        for name, text in shown.items():
+            # at first by the head alone: ends that differ by a letter tell a reader little
+            cut = turn == 0 and len(clean(name)) > width
+            groups.setdefault(text[: width // 2] if cut else text, []).append(name)
+        for alike in groups.values():
+            if len(alike) > 1:
+                texts = [clean(name) for name in alike]
+                first, last = min(texts), max(texts)  # what these share, all share
+                at = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+                for i, name in enumerate(alike, 1):
+                    shown[name] = Code(f"{shown[name]} #{i}") if turn == 8 else _around(clean(name), at, width)
+    return shown
+
+
+def _around(name: str, at: int, width: int) -> Code:
+    """The head, and the word in which a name parts from its like."""
+    start, head = at, 2 * width // 5
+    while start > at - width // 4 and (name[start - 1 : start].isalnum() or name[start - 1 : start] == "_"):
+        start -= 1
+    if len(name) <= width or start <= head + 3:
+        return Code(name if len(name) <= width else name[: width - 3] + "...")
+    rest, room = name[start:], width - head - 3
+    if len(rest) > room:
+        return Code(name[:head] + "..." + rest[: room - 3] + "...")
+    return Code(name[: width - 3 - len(rest)] + "..." + rest)
+
+
 def health_text(health: Health) -> str:
     """What was damaged or odd, in one sentence; empty when nothing was."""
     said = []
-    for number, words in (
-        (health.bad_events, "could not be read"),
-        (health.recovered, "were recovered from the damaged part"),
-        (health.orphans, "kernels have no launch in the file"),
-        (health.impossible_durations, "have impossible durations"),
-        (health.zero_durations, "last zero time"),
-        (health.drops, "were dropped by the profiler"),
+    for number, one, many in (
+        (health.bad_events, "could not be read", "could not be read"),
+        (health.recovered, "was recovered from the damaged part", "were recovered from the damaged part"),
+        (health.orphans, "kernel has no launch in the file", "kernels have no launch in the file"),
+        (health.impossible_durations, "has an impossible duration", "have impossible durations"),
+        (health.zero_durations, "lasts zero time", "last zero time"),
+        (health.drops, "was dropped by the profiler", "were dropped by the profiler"),
     ):
         if number:
-            said.append(f"{number} {words}")
+            said.append(plural(number, one, many))
     if health.truncated:
         said.append("the file ends early")
     return "; ".join(said)

@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from deepdecode.trace.model import CATEGORIES, SKIPPED, DeviceProfile, Profile, Source
+from deepdecode.trace.model import CATEGORIES, SKIPPED, DeviceProfile, Profile, Source, plural
 from deepdecode.trace.render import (
+    NAME_WIDTH,
     Bullets,
     Code,
     Doc,
     Part,
     Table,
     count,
+    distinct,
     health_text,
     ms,
     percent,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # a profile alone is shown without loading what compares and 
 TOP = 15
 SHOWN_GAPS = 5
 LABEL_WIDTH = 20
+SIDE_NAME_WIDTH = 48  # of a kernel name beside the figures of several runs
+MAX_NAME_WIDTH = 200
 
 
 def to_json(value: Any) -> str:
@@ -51,8 +54,8 @@ def category_name(key: str) -> str:
 # ---- one profile
 
 
-def profile_doc(profile: Profile, label: str, top: int = TOP) -> Doc:
-    """Health first, then where a step's time goes, by category and by kernel."""
+def profile_doc(profile: Profile, label: str, top: int = TOP, columns: int = 0) -> Doc:
+    """Health first, then where a step's time goes, by category and by kernel, whose names may fill `columns`."""
     parts: list[Part] = [Bullets("What was read", tuple(_health_items(profile)))]
     if profile.main is None:
         parts.append("No GPU work was recorded: there is no time to account for.")
@@ -61,7 +64,7 @@ def profile_doc(profile: Profile, label: str, top: int = TOP) -> Doc:
         parts += [
             Bullets("Steps", tuple(_step_items(profile, dev))),
             _category_table(dev),
-            _kernel_table(dev, top),
+            _kernel_table(dev, top, columns),
         ]
         if dev.gaps:
             parts.append(_gap_table(dev))
@@ -73,13 +76,14 @@ def profile_doc(profile: Profile, label: str, top: int = TOP) -> Doc:
 
 
 def headline(profile: Profile) -> str:
+    phase = "phase unknown" if profile.phase == "unknown" else profile.phase
     if profile.main is None:
-        return f"{profile.phase}, no GPU work"
+        return f"{phase}, no GPU work"
     dev = profile.devices[profile.main]
     gpu = f" on {quote(dev.gpu)}" if dev.gpu else ""
     batch = f", batch {profile.batch}" if profile.batch is not None else ""
-    steps = f"{dev.steps.count} step{'s' * (dev.steps.count != 1)}"
-    return f"{profile.phase}{gpu}{batch}, {steps} of {ms(dev.steps.p50_ns)} ms"
+    steps = "no steps found: capture" if dev.steps.whole else plural(dev.steps.count, "step")
+    return f"{phase}{gpu}{batch}, {steps} of {ms(dev.steps.p50_ns)} ms"
 
 
 def _health_items(profile: Profile) -> list[str]:
@@ -88,26 +92,37 @@ def _health_items(profile: Profile) -> list[str]:
         items.append(f"{quote(source.path)}: {source.format}, {source.bytes} bytes, sha256 {source.sha256[:16]}")
     health = profile.health
     trouble = health_text(health)
-    items.append(f"{health.events} records in {health.units}" + (f"; {trouble}" if trouble else ", none damaged"))
+    items.append(f"{plural(health.events, 'record')} in {health.units}" + (f"; {trouble}" if trouble else ", none damaged"))
     if health.overlapping:
-        items.append(f"{health.overlapping} activities start before the one before them on the same stream has ended")
+        start = plural(health.overlapping, "activity starts", "activities start")
+        items.append(f"{start} before the previous one of the same stream has ended")
     return items + list(profile.notes)
 
 
 def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
     steps = dev.steps
     votes = ", ".join(f"{vote.signal} {vote.value}" for vote in steps.votes if vote.value is not None) or "none"
-    agree = f"{percent(steps.agreement)} of the signals agree (votes: {quote(votes)})"
+    found = f"{steps.count} by {quote(steps.signal)}; {percent(steps.agreement)} of the signals agree (votes: {quote(votes)})"
     wall = f"wall time p50 {ms(steps.p50_ns)} ms (min {ms(steps.min_ns)}, max {ms(steps.max_ns)})"
+    wall += f"; busy p50 {ms(steps.p50_busy_ns)} ms, idle p50 {ms(steps.p50_idle_ns)} ms"
+    kernels = plural(dev.kernels, "kernel")
     idle = f"idle {ms(dev.idle_ns)} ({percent(_part(dev.idle_ns, dev.window_ns))})"
     sums = f"sum {ms(dev.sum_ns)} ms, union with copies {ms(dev.union_ns)} ms"
-    items = [
-        f"{steps.count} by {quote(steps.signal)}; {agree}",
-        f"{wall}; busy p50 {ms(steps.p50_busy_ns)} ms",
-        f"window {ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + {idle}",
-        f"whole capture: {dev.kernels} kernels, {sums}",
-        f"per step: {count(dev.kernels_per_step)} kernels, {graphs_text(dev)}",
-    ]
+    window = f"{ms(dev.window_ns)} ms = busy {ms(dev.busy_ns)} + {idle}"
+    if steps.whole:
+        items = [
+            f"no signal tells steps apart (votes: {quote(votes)}): the whole capture counts as one step",
+            f"capture {window}",
+            f"{kernels}, {graphs_text(dev)}, {sums}",
+        ]
+    else:
+        items = [
+            found,
+            wall,
+            f"window {window}",
+            f"whole capture: {kernels}, {sums}",
+            f"per step: {plural(count(dev.kernels_per_step), 'kernel')}, {graphs_text(dev)}",
+        ]
     phases = ", ".join(f"{vote.signal} {vote.value}" for vote in profile.phase_votes if vote.value is not None)
     if phases:
         items.append(f"phase {profile.phase} (votes: {quote(phases)})")
@@ -115,8 +130,7 @@ def _step_items(profile: Profile, dev: DeviceProfile) -> list[str]:
 
 
 def graphs_text(dev: DeviceProfile) -> str:
-    replays = count(dev.graph_launches_per_step)
-    return f"{replays} graph launch{'es' * (replays != '1')} ({dev.graph_mode})"
+    return f"{plural(count(dev.graph_launches_per_step), 'graph launch', 'graph launches')} ({dev.graph_mode})"
 
 
 def _part(x: float, whole: float) -> float | None:
@@ -128,22 +142,17 @@ def _category_table(dev: DeviceProfile) -> Table:
         (category_name(c.category), ms(c.p50_step_ns), percent(c.share), count(c.launches_per_step), ms(c.exclusive_ns))
         for c in dev.categories
     ]
-    idle = (("idle", ms(_idle_per_step(dev)), "", "", ms(dev.idle_ns)),)
+    idle = (("idle", ms(dev.steps.p50_idle_ns), "", "", ms(dev.idle_ns)),)
     head = ("category", "ms/step", "of busy", "launches/step", "ms in window")
     note = f"Unknown: {percent(dev.unknown_share)} of busy time."
     return Table("Time by category", head, "lrrrr", (*rows, *idle), note)
 
 
-def _idle_per_step(dev: DeviceProfile) -> float:
-    """The median, as that of the categories above it."""
-    return float(np.median([step.wall_ns - step.busy_ns for step in dev.steps.items]))
-
-
-def _kernel_table(dev: DeviceProfile, top: int) -> Table:
+def _kernel_table(dev: DeviceProfile, top: int, columns: int) -> Table:
     shown = [kernel for kernel in dev.kernel_rows if kernel.window_count][:top]
-    rows = tuple(
+    head = ("kernel", "category", "ms/step", "of busy", "launches/step", "p50 us")
+    figures = [
         (
-            short(kernel.name),
             category_name(kernel.category),
             ms(kernel.p50_step_ns),
             percent(_part(kernel.exclusive_ns, dev.busy_ns)),
@@ -151,15 +160,26 @@ def _kernel_table(dev: DeviceProfile, top: int) -> Table:
             f"{kernel.p50_ns / 1e3:.2f}",
         )
         for kernel in shown
-    )
+    ]
+    width = _name_width((head[1:], *figures), NAME_WIDTH, columns)
+    names = distinct((kernel.name for kernel in shown), width)
+    rows = tuple((names[kernel.name], *cells) for kernel, cells in zip(shown, figures, strict=True))
     left = sum(1 for kernel in dev.kernel_rows if kernel.window_count) - len(shown)
-    note = f"{left} more kernels; --top shows more, --json all." if left else ""
-    return Table("Kernels", ("kernel", "category", "ms/step", "of busy", "launches/step", "p50 us"), "llrrrr", rows, note)
+    note = f"{plural(left, 'more kernel')}; --top shows more, --json all." if left else ""
+    return Table("Kernels", head, "llrrrr", rows, note)
+
+
+def _name_width(rows: Sequence[tuple[str, ...]], least: int, columns: int) -> int:
+    """What a terminal of `columns` leaves beside the other cells of `rows`; `least` where that is not known or less."""
+    widths = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    return max(least, min(MAX_NAME_WIDTH, columns - 2 - sum(width + 3 for width in widths)))
 
 
 def _gap_table(dev: DeviceProfile) -> Table:
     rows = tuple((f"{gap.dur_ns / 1e3:.2f}", short(gap.before, 40), short(gap.after, 40)) for gap in dev.gaps[:SHOWN_GAPS])
-    return Table("Longest gaps", ("us", "after", "before"), "rll", rows, f"{dev.gap_count} gaps, {ms(dev.idle_ns)} ms in all.")
+    return Table(
+        "Longest gaps", ("us", "after", "before"), "rll", rows, f"{plural(dev.gap_count, 'gap')}, {ms(dev.idle_ns)} ms in all."
+    )
 
 
 def _device_table(profile: Profile) -> Table:
@@ -170,24 +190,25 @@ def _device_table(profile: Profile) -> Table:
             "-" if dev.rank is None else str(dev.rank),
             Code(dev.gpu or "-"),
             ms(dev.steps.p50_ns),
-            ms(dev.busy_ns),
-            ms(dev.idle_ns),
+            ms(dev.steps.p50_busy_ns),
+            ms(dev.steps.p50_idle_ns),
             percent(_part(dev.exclusive_ns.get("collective", 0), dev.busy_ns)),
         )
         for dev in profile.devices
     )
-    head = ("device", "process", "rank", "GPU", "step p50 ms", "busy ms", "idle ms", "collective")
-    return Table("GPU timelines", head, "rrrlrrrr", rows, "The busiest is described above.")
+    head = ("device", "process", "rank", "GPU", "step p50 ms", "busy p50 ms", "idle p50 ms", "collective")
+    note = "All per step; collective is its share of busy time. The busiest is described above."
+    return Table("GPU timelines", head, "rrrlrrrr", rows, note)
 
 
 # ---- a comparison
 
 
-def comparison_doc(comparison: "Comparison", top: int = TOP) -> Doc:
+def comparison_doc(comparison: "Comparison", top: int = TOP, columns: int = 0) -> Doc:
     parts: list[Part] = [
         _runs_table(comparison),
-        _rows_table("Time per step by category", "category", comparison, comparison.categories),
-        _rows_table("Time per step by kernel", "kernel", comparison, _most_changed(comparison, top)),
+        _rows_table("Time per step by category", "category", comparison, comparison.categories, columns),
+        _rows_table("Time per step by kernel", "kernel", comparison, _most_changed(comparison, top), columns),
     ]
     if comparison.flags:
         parts.append(Bullets("Flags", tuple(_flag_text(comparison, flag) for flag in comparison.flags)))
@@ -212,7 +233,7 @@ def _runs_table(comparison: "Comparison") -> Table:
         ("GPU", [short(run.gpu or "-", 28) for run in runs]),
         ("phase", [run.phase for run in runs]),
         ("batch", ["-" if run.batch is None else str(run.batch) for run in runs]),
-        ("steps", [f"{run.steps} ({run.step_signal})" if run.steps else "-" for run in runs]),
+        ("steps", ["none found" if run.whole else f"{run.steps} ({run.step_signal})" if run.steps else "-" for run in runs]),
         ("graphs", [run.graph_mode for run in runs]),
         ("step p50 ms", [ms(run.step_ns) for run in runs]),
         ("  spread ms", [ms(run.step_noise_ns) for run in runs]),
@@ -237,7 +258,7 @@ def _most_changed(comparison: "Comparison", top: int) -> tuple["Row", ...]:
     return tuple(sorted(comparison.kernels, key=change, reverse=True)[:top])
 
 
-def _rows_table(title: str, what: str, comparison: "Comparison", rows: Sequence["Row"]) -> Table:
+def _rows_table(title: str, what: str, comparison: "Comparison", rows: Sequence["Row"], columns: int) -> Table:
     head: list[str] = [what]
     if what == "kernel":
         head.append("category")
@@ -246,18 +267,34 @@ def _rows_table(title: str, what: str, comparison: "Comparison", rows: Sequence[
     head += ["change ms", "change"]
     out = []
     for row in rows:
-        cells: list[str] = [category_name(row.key)] if what == "category" else [short(row.key, 48), category_name(row.category)]
+        cells: list[str] = [category_name(row.category)]
         for cell in row.cells:
             cells += [ms(cell.step_ns), percent(cell.share), count(cell.launches)] if cell else ["-", "-", "-"]
-        first, last = (cell.step_ns if cell else 0 for cell in (row.cells[0], row.cells[-1]))
-        cells += [signed_ms(last - first), signed_percent(first, last)]
+        cells += change([cell.step_ns if cell else None for cell in row.cells])
         out.append(tuple(cells))
+    notes = ["Change is the last against the first."] if len(comparison.runs) > 2 else []
     if what == "category":
         out += _total_rows(comparison)
-    note = "Change is the last against the first." if len(comparison.runs) > 2 else ""
+        notes.append("All are medians over the steps, so they need not add up.")
+    else:
+        width = _name_width((tuple(head[1:]), *out), SIDE_NAME_WIDTH, columns)
+        names = distinct((row.key for row in rows), width)
+        out = [(names[row.key], *cells) for row, cells in zip(rows, out, strict=True)]
     return Table(
-        title, tuple(head), "l" * (1 + (what == "kernel")) + "r" * (len(head) - 1 - (what == "kernel")), tuple(out), note
+        title,
+        tuple(head),
+        "l" * (1 + (what == "kernel")) + "r" * (len(head) - 1 - (what == "kernel")),
+        tuple(out),
+        " ".join(notes),
     )
+
+
+def change(values: Sequence[int | None]) -> tuple[str, str]:
+    """The last against the first, in ms and in percent; None is a run that has none of it."""
+    first, last = values[0] or 0, values[-1] or 0
+    if values[-1] is None:
+        return (signed_ms(-first) if first else "-"), "gone"
+    return signed_ms(last - first), signed_percent(first, last)
 
 
 def _total_rows(comparison: "Comparison") -> list[tuple[str, ...]]:
@@ -265,7 +302,7 @@ def _total_rows(comparison: "Comparison") -> list[tuple[str, ...]]:
     rows = []
     for name, values in (
         ("busy", [run.busy_ns for run in runs]),
-        ("idle", [max(0, run.step_ns - run.busy_ns) for run in runs]),
+        ("idle", [run.idle_ns for run in runs]),
         ("step", [run.step_ns for run in runs]),
     ):
         cells: list[str] = [name]
@@ -280,10 +317,10 @@ def _total_rows(comparison: "Comparison") -> list[tuple[str, ...]]:
 
 def advice_doc(advice: "Advice") -> Doc:
     batch = f", batch {advice.batch}" if advice.batch is not None else ""
-    intro = (
-        f"{advice.phase}{batch}, {advice.steps} step{'s' * (advice.steps != 1)}: {ms(advice.step_ns)} ms a step, "
-        f"{ms(advice.busy_ns)} busy, {ms(advice.idle_ns)} idle."
-    )
+    phase = "phase unknown" if advice.phase == "unknown" else advice.phase
+    steps = "no steps found" if advice.whole else plural(advice.steps, "step")
+    length = f"{ms(advice.step_ns)} ms {'in all' if advice.whole else 'a step'}"
+    intro = f"{phase}{batch}, {steps}: {length}, {ms(advice.busy_ns)} busy, {ms(advice.idle_ns)} idle."
     rows = tuple(
         (
             str(i),

@@ -100,7 +100,7 @@ class Note:
 class ServingVerdict:
     concurrency: str
     after: int
-    word: str  # "faster", "slower", "no change" by output tokens per second
+    word: str  # "faster", "slower", "no change", "cannot tell" (within the repeats' range) by output tokens per second
     text: str
 
 
@@ -361,7 +361,9 @@ def _verdict(files: Sequence[Serving], row: Row, after: int) -> ServingVerdict:
     else:
         noise, said = SINGLE_RUN_NOISE * max(a.value, b.value), f"{SINGLE_RUN_NOISE:.0%}, as a single run shows no spread"
     change = b.value - a.value
-    word = "no change" if abs(change) <= noise else "faster" if change > 0 else "slower"
+    word = "faster" if change > 0 else "slower"
+    if abs(change) <= noise:
+        word = "cannot tell" if min(a.runs, b.runs) > 1 and abs(change) > NOISE_FLOOR * a.value else "no change"
     ratio = f", {b.value / a.value:.2f}x" if a.value else ""
     numbers = f"{a.value:.2f} -> {b.value:.2f} output tok/s{ratio}"
     text = f"{row.concurrency}, {quote(files[0].label)} -> {quote(files[after].label)}: {word}, {numbers} (noise: {said})"
