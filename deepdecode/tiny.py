@@ -4,6 +4,7 @@ It has every layer kind of V4-Flash and its head_dim, window and ratios, so that
 are random: what it prints means nothing.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -18,15 +19,15 @@ CONFIG = ModelConfig(
     vocab_size=1024,
     hidden_size=256,
     num_layers=4,
-    num_heads=8,
+    num_heads=4,
     q_lora_rank=128,
     o_groups=2,
     o_lora_rank=128,
     compress_ratios=(0, 4, 128, 4),
-    index_heads=8,
+    index_heads=4,
     index_topk=32,
     num_experts=16,
-    experts_per_token=3,
+    experts_per_token=2,
     expert_width=256,
     num_hash_layers=1,
     yarn=Yarn(original_max_positions=1024),
@@ -34,6 +35,9 @@ CONFIG = ModelConfig(
     bos_id=0,
     eos_ids=(1,),
 )
+
+# another model under the same name would be read as this one
+NAME = "tiny-" + hashlib.sha256(f"{__version__} {SEED} {CONFIG}".encode()).hexdigest()[:12]
 
 
 def tiny_dir() -> Path:
@@ -44,7 +48,7 @@ def tiny_dir() -> Path:
     """
     named = os.environ.get("DEEPDECODE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepdecode"
     try:
-        folder = Path(named).expanduser() / f"tiny-{__version__}-{SEED}"
+        folder = Path(named).expanduser() / NAME
     except RuntimeError:
         raise ValueError("embedded model: DEEPDECODE_CACHE must name a folder where there is no home, got none") from None
     if not (folder / "config.json").is_file():
