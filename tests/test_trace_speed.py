@@ -36,17 +36,25 @@ def test_a_gigabyte_within_500_mb(tmp_path):
     assert result["max_rss_mb"] <= 500
 
 
-def test_importing_the_reader_is_quick_and_loads_no_torch():
-    code = (
-        "import sys, time; import deepdecode.trace; "
-        "heavy = sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'triton', 'pandas', 'rich', 'typer', 'jinja2'}); "
-        "mine = sorted(m for m in sys.modules if m.startswith('deepdecode.') and not m.startswith('deepdecode.trace')); "
-        "print(time.process_time(), heavy, mine)"
-    )
+def processor_seconds(code):
+    """The best of eight starts, in processor time, and what each printed."""
+    code += "; import time; print(time.process_time())"
     runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-        # the best of many: the machine may be busy with other tests
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\n")
         for _ in range(8)
     ]
-    assert {r.split(maxsplit=1)[1].strip() for r in runs} == {"[] []"}
-    assert min(float(r.split()[0]) for r in runs) < SMALL_START_S
+    return min(float(lines[-2]) for lines in runs), {tuple(lines[:-2]) for lines in runs}
+
+
+def test_importing_the_reader_is_quick_and_loads_no_torch():
+    code = (
+        "import sys; import deepdecode.trace; "
+        "heavy = sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'triton', 'pandas', 'rich', 'typer', 'jinja2'}); "
+        "mine = sorted(m for m in sys.modules if m.startswith('deepdecode.') and not m.startswith('deepdecode.trace')); "
+        "print(heavy, mine)"
+    )
+    seconds, said = processor_seconds(code)
+    assert said == {("[] []",)}
+    # a start with numpy alone takes 0.15 s; where it takes more, because the machine is busy or old, so may we
+    alone, _ = processor_seconds("import numpy")
+    assert seconds < SMALL_START_S * max(1, alone / 0.15), (seconds, alone)
