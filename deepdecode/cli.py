@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from deepdecode import __version__
+from deepdecode.errors import HintedError
 from deepdecode.trace import cli as trace
 
 # sixteen bytes for each token of the longest context; a tokenizer takes some 300 bytes for each of these
@@ -18,17 +19,9 @@ MAX_PROMPT_BYTES = 16 << 20
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-class UsageError(ValueError):
-    """A command line that cannot be followed."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"{self.prog} --help")
+        raise HintedError(message, f"{self.prog} --help")
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ def main(argv: list[str]) -> int:
     if argv[0] in trace.COMMANDS:
         return trace.main(argv)
     if argv[0] not in COMMANDS:
-        raise UsageError(
+        raise HintedError(
             f"deepdecode: the command must be one of {', '.join([*COMMANDS, *trace.COMMANDS])}, got {argv[0]}",
             "deepdecode --help",
         )
@@ -232,7 +225,7 @@ def _bench(args: argparse.Namespace) -> int:
         try:
             pictures = plot_results(args.plot, op=args.op)
         except ImportError as error:
-            raise UsageError(f"bench: --plot must have matplotlib, got {error}", "pip install 'deepdecode[report]'") from None
+            raise HintedError(f"bench: --plot must have matplotlib, got {error}", "pip install 'deepdecode[report]'") from None
         print(*pictures, sep="\n")
         return 0
     from deepdecode.bench.__main__ import main as bench

@@ -14,7 +14,8 @@ import torch
 from deepdecode.checkpoint import Checkpoint, load_model, open_checkpoint
 from deepdecode.config import ModelConfig
 from deepdecode.distributed import Rank, join, leave
-from deepdecode.kvcache import plan_cache
+from deepdecode.errors import HintedError
+from deepdecode.kvcache import default_format, plan_cache
 from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
 from deepdecode.runner import Runner, Sampling, Token, check_prompts
@@ -64,7 +65,7 @@ def generate_command(request: Request) -> int:
         checkpoint = open_checkpoint(folder)
     except ValueError as error:
         if request.checkpoint is None:
-            error.hint = f"delete {folder}, it is built again"  # pyright: ignore[reportAttributeAccessIssue]
+            raise HintedError(str(error), f"delete {folder}, it is built again") from None
         raise
     config = checkpoint.config
     text = Text(folder, config.bos_id)
@@ -72,7 +73,7 @@ def generate_command(request: Request) -> int:
     stop_ids = () if request.ignore_eos else config.eos_ids
     sampling = Sampling(request.max_new_tokens, request.temperature, request.top_p, request.seed, stop_ids)
     max_len, slots = _context(request, config, prompts), min(request.batch, len(prompts))
-    fmt = cache_format(config) if request.cache == "auto" else request.cache
+    fmt = default_format(config) if request.cache == "auto" else request.cache
     cache = plan_cache(config, max_len=max_len, slots=slots, fmt=fmt).total
     place = join(device)
     if request.checkpoint and place.rank == 0:
@@ -100,11 +101,6 @@ def _check(request: Request) -> None:
         raise ValueError(f"generate: --context must be >= 1, got {request.context}")
 
 
-def cache_format(config: ModelConfig) -> str:
-    """The rows that `--cache auto` takes: FP8 where the model has V4-Flash's head, else bfloat16."""
-    return "fp8_584" if (config.head_dim, config.rope_dim) == (512, 64) else "bf16"
-
-
 def _check_memory(need: int, device: torch.device) -> None:
     """Refuse what cannot fit, before a machine without the memory is driven into a standstill.
 
@@ -113,9 +109,8 @@ def _check_memory(need: int, device: torch.device) -> None:
     have = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if have is not None and need > have:
         want = f"{need / 1e9:.2f} GB free for weights and caches"
-        error = ValueError(f"generate: {device} must have {want}, got {have / 1e9:.2f} GB")
-        error.hint = "deepdecode inspect DIR says which cards fit, and how many"  # pyright: ignore[reportAttributeAccessIssue]
-        raise error
+        hint = "deepdecode inspect DIR says which cards fit, and how many"
+        raise HintedError(f"generate: {device} must have {want}, got {have / 1e9:.2f} GB", hint)
 
 
 def available_memory() -> int | None:

@@ -19,7 +19,7 @@ from deepdecode.checkpoint.layout import PLAIN, shard, unsound
 from deepdecode.checkpoint.load import unfusable
 from deepdecode.checkpoint.open import Checkpoint, Piece, open_checkpoint
 from deepdecode.config import ConfigError, ModelConfig, shown
-from deepdecode.kvcache import plan_cache
+from deepdecode.kvcache import default_format, plan_cache
 from deepdecode.text import Text
 
 SCHEMA = 1
@@ -157,8 +157,7 @@ def _choose_cache(config: ModelConfig, report: Report, tokens: int | None, fmt: 
     if tokens is not None and tokens > config.max_positions:
         raise ValueError(f"inspect: --context must be at most {config.max_positions} (the model's limit), got {tokens}")
     report.cache_tokens = min(DEFAULT_TOKENS, config.max_positions) if tokens is None else tokens
-    fp8 = (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128)
-    report.cache_format = fmt or ("fp8_584" if fp8 else "bf16")
+    report.cache_format = fmt or default_format(config)
     report.cache_bytes = plan_cache(config, max_len=report.cache_tokens, fmt=report.cache_format).total
 
 

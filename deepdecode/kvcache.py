@@ -364,6 +364,11 @@ class KVCache:
             raise ValueError(f"step: slots must differ in a decode step, got {slots.tolist()}")
 
 
+def default_format(config: ModelConfig) -> str:
+    """The format of a cache that nobody named: FP8 rows where the model has their widths, else bfloat16."""
+    return "fp8_584" if (config.head_dim, config.rope_dim, config.index_head_dim) == (512, 64, 128) else "bf16"
+
+
 def _formats(op: str, config: ModelConfig, fmt: str, index_fmt: str | None) -> str:
     """Check both formats against the model's widths, and give the index format."""
     if fmt not in INDEX_FORMATS:

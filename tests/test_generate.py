@@ -16,7 +16,8 @@ from small_checkpoint import PLAIN, TINY
 from deepdecode import __version__
 from deepdecode.__main__ import main
 from deepdecode.checkpoint import seeded_tensors, write_checkpoint
-from deepdecode.generate import _harmless, available_memory, cache_format
+from deepdecode.generate import _harmless, available_memory
+from deepdecode.kvcache import default_format
 from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
 from deepdecode.runner import Runner
@@ -299,7 +300,9 @@ def test_a_model_without_flash_heads_takes_a_bf16_cache(capsys, tmp_path):
     write_checkpoint(tmp_path / "m", config, seeded_tensors(config, 2, quantized=False), extra_files=[TOKENIZER])
     assert main(["generate", "a", "--checkpoint", str(tmp_path / "m"), "--max-new-tokens", "3"]) == 0
     assert "(1 x 5 tokens, bf16)" in capsys.readouterr().err
-    assert (cache_format(config), cache_format(CONFIG)) == ("bf16", "fp8_584")
+    assert (default_format(config), default_format(CONFIG)) == ("bf16", "fp8_584")
+    # the index keys of an FP8 cache have a width of their own
+    assert default_format(dataclasses.replace(CONFIG, index_head_dim=64)) == "bf16"
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch):

@@ -24,9 +24,10 @@ MAY = {
     "runner": {"config", "kvcache", "model", "ops"},
     "text": {"config"},
     "progress": set(),
+    "errors": set(),
     "distributed": {"model"},
     "tiny": {"checkpoint", "config"},
-    "generate": {"checkpoint", "config", "distributed", "kvcache", "ops", "progress", "runner", "text", "tiny"},
+    "generate": {"checkpoint", "config", "distributed", "errors", "kvcache", "ops", "progress", "runner", "text", "tiny"},
     "testing": {"testing", "config", "ops", "kvcache", "model"},
     "trace": {"trace"},
     # what the package knows of its kernels, a table
@@ -35,7 +36,7 @@ MAY = {
     "env": {"cards", "kernels", "support"},
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
     "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
-    "cli": {"generate", "inspect", "plan", "env", "bench", "kernels", "ops", "cards", "config", "trace"},
+    "cli": {"errors", "generate", "inspect", "plan", "env", "bench", "kernels", "ops", "cards", "config", "trace"},
     "__main__": {"cli"},
 }
 
