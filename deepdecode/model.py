@@ -6,6 +6,7 @@ one sublayer and the read of the next stand together in `mhc_boundary`, so that 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -40,12 +41,23 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
+def _own_rows(x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    return x, tokens
+
+
 @dataclass(frozen=True)
 class Collectives:
-    """What tensor parallelism adds: the sum over ranks of [T, C], and the ranks' parts of [T, V / ranks] side by side."""
+    """What several ranks add to a step.
+
+    all_reduce: the sum over tensor-parallel ranks of [T, C]; all_gather: their parts of [T, V / ranks] side by side.
+    dispatch: where each rank attends its own sequences and holds some of the experts: x [T, C] and tokens [T] of this rank
+        -> those of all ranks, this rank's first. combine: [all rows, C], the experts' sums -> this rank's rows of them.
+    """
 
     all_reduce: Callable[[Tensor], Tensor] = _alone
     all_gather: Callable[[Tensor], Tensor] = _alone
+    dispatch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _own_rows
+    combine: Callable[[Tensor], Tensor] = _alone
 
 
 ALONE = Collectives()
@@ -80,18 +92,25 @@ def forward(
         streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
         y = ranks.all_reduce(attention(x, layer.attn, caches[i], step, ops, config, config.ratio(i)))
         streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
-        ids, expert_weights = ops.route(x, step.tokens, layer.moe, config)
-        y = ranks.all_reduce(ops.moe(x, ids, expert_weights, layer.moe, config))
+        x, tokens = ranks.dispatch(x, step.tokens)
+        ids, expert_weights = ops.route(x, tokens, layer.moe, config)
+        y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config)))
     if rows is not None:
         streams, y, post, comb = (None if t is None else t[rows] for t in (streams, y, post, comb))
     return ranks.all_gather(ops.head(y, streams, post, comb, weights.head, config))
+
+
+@lru_cache(maxsize=64)
+def _frequencies(config: ModelConfig, ratio: int, device: torch.device) -> Tensor:
+    """`frequencies` on a device, copied there once: a copy from the host cannot be part of a CUDA graph."""
+    return frequencies(config, ratio).to(device)
 
 
 def attention(
     x: Tensor, weights: AttnWeights, cache: LayerCache, step: Step, ops: Ops, config: ModelConfig, ratio: int
 ) -> Tensor:
     """One layer's attention over the window and, where the layer compresses, its entries. [T, C] -> [T, C]."""
-    freqs = frequencies(config, ratio).to(x.device)
+    freqs = _frequencies(config, ratio, x.device)
     inputs = ops.attn_in(x, weights, config, ratio)
     q, index_q = ops.q_proj(inputs.q_latent, weights, config)
     ready = ops.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)

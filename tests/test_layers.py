@@ -21,7 +21,11 @@ MAY = {
     "model": {"config", "ops"},
     "checkpoint": {"checkpoint", "config", "model", "ops"},
     "inspect": {"checkpoint", "config", "cards", "kvcache", "text"},
-    "runner": {"config", "kvcache", "model", "ops"},
+    "graphs": set(),
+    "runner": {"config", "graphs", "kvcache", "model", "ops"},
+    # one rank of a large model with seeded weights, and the tables of ops that the ladder measures on it
+    "slices": {"checkpoint", "config", "graphs", "kvcache", "model", "ops"},
+    "rungs": {"fallback", "kernels", "ops"},
     "text": {"config"},
     "progress": set(),
     "errors": set(),
