@@ -258,14 +258,15 @@ class StepGraph:
             self._captured.replay()
         self.steps += 1
 
-    def eager(self) -> None:
-        """The same step launch by launch, each entry of the table in a profiler range "ops.<entry>"."""
+    def eager(self, ops: Ops | None = None) -> None:
+        """The same step launch by launch, on another table if one is given; each entry in a profiler range "ops.<entry>"."""
+        table = named(ops or self.ops)
         with torch.inference_mode():
             if self.slice.device.type == "cuda":
                 with torch.cuda.device(self.slice.device):
-                    self._step(named(self.ops))
+                    self._step(table)
             else:
-                self._step(named(self.ops))
+                self._step(table)
         self.steps += 1
 
     def _step(self, ops: Ops) -> None:
