@@ -1,0 +1,168 @@
+"""The rungs of the ladder: tables of ops, from what engines run where no tuned kernel exists to what this package runs.
+
+A rung differs from the one below in one thing. Everything below the product shares its products of stored weights (FP8 linears,
+FP4 experts): those were never what a decode step waited for, and slow ones would flatter what comes above. What rung 0 does
+otherwise is in `deepdecode/fallback/`; file and function of the engine are named entry by entry in `Rung.mirrors`.
+Tables are built when they are asked for: importing this module needs no Triton.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deepdecode.ops.table import Ops
+
+Tensor = torch.Tensor
+# what the first campaign's engine pads the heads of a rank to
+PADDED_HEADS = 64
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One table of ops. mirrors: entry of the table -> the engine's code that it mirrors, and why that is fair; ours have none.
+
+    yardstick: what an end-to-end ratio over this rung is a ratio over; "" where the ladder's ratios do not use it.
+    beside: the rung that this one is another form of, so that no rung stands on it.
+    """
+
+    name: str
+    title: str
+    build: Callable[[], Ops]
+    mirrors: dict[str, str] = field(default_factory=dict)
+    yardstick: str = ""
+    beside: str = ""
+
+    @property
+    def ops(self) -> Ops:
+        return self.build()
+
+
+@cache
+def _fallback() -> Ops:
+    """Rung 0."""
+    from deepdecode.fallback import glue, indexer, mhc
+    from deepdecode.fallback.attention import sparse_attn_per_head
+    from deepdecode.ops import reference
+
+    return Ops(
+        embed=glue.embed,
+        mhc_boundary=mhc.mhc_boundary,
+        attn_in=reference.attn_in,
+        q_proj=glue.q_proj,
+        attn_prepare=glue.attn_prepare,
+        index_topk=indexer.index_topk,
+        sparse_attn=_out_of(sparse_attn_per_head),
+        attn_out=glue.attn_out,
+        route=glue.route,
+        moe=reference.moe,
+        head=mhc.head,
+        sample=glue.sample,
+    )
+
+
+@cache
+def _padded() -> Ops:
+    native = _fallback().sparse_attn
+
+    def padded(q: Tensor, *caches: Any, sink: Tensor, scale: float) -> Tensor:
+        H = q.shape[1]
+        more = max(0, PADDED_HEADS - H)
+        out = native(F.pad(q, (0, 0, 0, more)), *caches, sink=F.pad(sink, (0, more)), scale=scale)
+        return out[:, :H].contiguous()
+
+    return replace(_fallback(), sparse_attn=padded)
+
+
+@cache
+def _mma() -> Ops:
+    from deepdecode.fallback.attention import sparse_attn_unsplit
+
+    return replace(_fallback(), sparse_attn=_out_of(sparse_attn_unsplit))
+
+
+@cache
+def _split() -> Ops:
+    from deepdecode.ops.attention import sparse_attn_decode
+
+    return replace(_fallback(), sparse_attn=sparse_attn_decode)
+
+
+@cache
+def _portable() -> Ops:
+    from deepdecode.kernels import attention
+    from deepdecode.kernels.attention_plan import card_of, case_of, plan
+
+    def portable(q: Tensor, *caches: Any, sink: Tensor, scale: float) -> Tensor:
+        window, window_indices, _, extra, extra_indices, _ = caches
+        case = case_of(q, window, window_indices, extra, extra_indices, sink, gluon=False)
+        out = torch.empty_like(q)
+        config = plan(case, card_of(q.device))
+        attention.launch(q, *caches, sink=sink, scale=scale, out=out, lse=None, workspace=None, config=config)
+        return out
+
+    return replace(_fallback(), sparse_attn=portable)
+
+
+def _out_of(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """The same without the log-sum-exp."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return attend(*args, **kwargs)[0]
+
+    return run
+
+
+_ENGINE = "sglang 0.5.23 "
+_GLUE = {
+    "embed": _ENGINE + "kernels/ops/layernorm/mhc.py hc_broadcast, in torch: the embedding, and its copy to the streams.",
+    "mhc_boundary": _ENGINE
+    + (
+        "srt/models/deepseek_v4.py hc_pre_torch_impl (float, square, mean, rsqrt, float32 F.linear, product), "
+        "kernels/ops/layernorm/mhc.py hc_split_sinkhorn (one launch) and _mhc_post_torch: what sm_120 runs where "
+        "srt/arg_groups/model_hook.py switches TileLang's and DeepGEMM's fused kernels off, without the later fusion of both."
+    ),
+    "q_proj": _ENGINE + "srt/models/deepseek_v4.py _compute_q_b: a norm of one launch, then the product, which is ours.",
+    "attn_prepare": _ENGINE
+    + (
+        "srt/models/deepseek_v4.py _compute_kv_to_cache, srt/layers/attention/dsv4/compressor_v2.py and indexer.py: norms, "
+        "rows written, compressors fed are one launch each, as there; rotations, Hadamard and the query's scale are torch's."
+    ),
+    "index_topk": _ENGINE
+    + (
+        "srt/layers/attention/dsv4/indexer.py fp8_paged_mqa_logits_torch_sm120 and topk_transform_pytorch_vectorized: pages "
+        "gathered and widened, every head's product kept; in float32 without tensor cores, as the first campaign's engine did."
+    ),
+    "attn_out": _ENGINE + "srt/models/deepseek_v4.py _project_wo_b: both products are ours, the rotation back is torch's.",
+    "route": _ENGINE + "srt/layers/moe/topk.py biased_topk_impl; the gate's product is ours.",
+    "head": _ENGINE + "srt/models/deepseek_v4.py hc_head_torch; the vocabulary's product is ours.",
+    "sample": _ENGINE + "srt/layers/sampler.py with a temperature alone: softmax and one draw, here by seed and position.",
+}
+_PER_HEAD = _ENGINE + (
+    "kernels/ops/attention/flash_mla_sm120_triton.py _tiled_sparse_decode_kernel, _merge_partial_attn and "
+    "_apply_attn_sink: a program for each (token, head) without tensor cores, both caches a launch each, merged by torch"
+)
+
+RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "0-padded",
+        "fallback, heads padded to 64",
+        _padded,
+        _GLUE
+        | {"sparse_attn": _PER_HEAD + f"; q and sink padded to {PADDED_HEADS} heads, as the first campaign's engine did."},
+        yardstick="the first campaign's engine",
+    ),
+    Rung(
+        "0",
+        "fallback",
+        _fallback,
+        _GLUE | {"sparse_attn": _PER_HEAD + "; native heads, as sglang does today."},
+        yardstick="SGLang today",
+    ),
+    Rung("1", "tensor-core attention", _mma, _GLUE),
+    Rung("2", "split keys", _split, _GLUE),
+    Rung("2-portable", "split keys, the kernel of other cards", _portable, _GLUE, beside="2"),
+)
