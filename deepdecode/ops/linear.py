@@ -2,7 +2,7 @@
 
 import torch
 
-from deepdecode.ops._check import FLOATS, describe, wide
+from deepdecode.ops._check import FLOATS, describe, fall_back, kernel_runs, readable, use_kernel, wide
 from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
 
 # weights widened at a time: 4 MB of float32, so that neither the cache nor the memory has to hold a whole layer's
@@ -37,7 +37,10 @@ def linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None = None
         raise ValueError(f"linear: x must be [..., {width}], got {describe(x)}")
     if x.numel() == 0 or out == 0:
         return x.new_zeros(*x.shape[:-1], out, dtype=out_dtype)
-    return linear_ref(x.to(inner), weight).to(out_dtype)
+    if readable(x) and not torch.compiler.is_compiling():
+        return linear_ref(x.to(inner), weight).to(out_dtype)
+    rows = x.reshape(-1, 1, width)
+    return _product_op("linear", rows, weight.data, weight.scale, out_dtype).view(*x.shape[:-1], out)
 
 
 def grouped_linear_ref(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -74,7 +77,34 @@ def grouped_linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | Non
         raise ValueError(f"grouped_linear: weight must have a multiple of {x.shape[1]} rows, got {rows}")
     if x.numel() == 0 or rows == 0:
         return x.new_zeros(*x.shape[:2], rows // x.shape[1], dtype=out_dtype)
-    return grouped_linear_ref(x.to(inner), weight).to(out_dtype).contiguous()
+    if readable(x) and not torch.compiler.is_compiling():
+        return grouped_linear_ref(x.to(inner), weight).to(out_dtype).contiguous()
+    return _product_op("grouped_linear", x, weight.data, weight.scale, out_dtype)
+
+
+def _product(op: str, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """[T, G, out] from checked arguments, x [T, G, in]: the kernel where there is one, else the reference."""
+    weight = Weight(data, scale)
+    out = x.new_empty(*x.shape[:2], weight.shape[0] // x.shape[1], dtype=out_dtype)
+    if use_kernel(x):
+        from deepdecode.kernels import linear as kernel  # the only import of Triton on this path
+
+        reason = kernel.multiply(x, data, scale, weight.kind, out)
+        if reason is None:
+            kernel_runs[op] += 1
+            return out
+        fall_back(op, f"x {list(x.shape)}, weight {list(weight.shape)} {weight.kind}", reason)
+    inner = torch.promote_types(wide(x).dtype, data.dtype if weight.kind == "plain" else torch.float32)
+    ref = grouped_linear_ref(x.to(inner), weight) if x.shape[1] > 1 else linear_ref(x[:, 0].to(inner), weight)[:, None]
+    return out.copy_(ref)
+
+
+_product_op = torch.library.custom_op("deepdecode::linear", _product, mutates_args=())
+
+
+@_product_op.register_fake
+def _(op, x, data, scale, out_dtype) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], data.shape[0] // x.shape[1], dtype=out_dtype)
 
 
 def _prepare(op: str, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:

@@ -3,9 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from deepdecode.ops._check import FLOATS, describe, expect, wide
+from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, use_kernel, wide
 from deepdecode.ops.linear import linear_ref
+from deepdecode.ops.quant import Weight
 from deepdecode.ops.table import MoeWeights
+
+Tensor = torch.Tensor
 
 
 def swiglu_ref(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -81,8 +84,52 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
         raise ValueError(f"moe: limit must be > 0, got {limit}")
     if len(x) == 0:
         return torch.empty_like(x)
+    if readable(x) and not torch.compiler.is_compiling():
+        inner = wide(x)
+        return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    return _experts_op(x, ids, weights, *stored, w.first_expert, float(limit))
+
+
+def _experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    scale13: Tensor | None,
+    w2: Tensor,
+    scale2: Tensor | None,
+    shared13: Tensor,
+    shared_scale13: Tensor | None,
+    shared2: Tensor,
+    shared_scale2: Tensor | None,
+    first_expert: int,
+    limit: float,
+) -> Tensor:
+    """[T, C] from checked arguments: the kernels where there are some, else the reference."""
+    stored = (w13, scale13, w2, scale2, shared13, shared_scale13, shared2, shared_scale2)
+    if use_kernel(x):
+        from deepdecode.kernels import moe as kernel  # the only import of Triton on this path
+
+        out = torch.empty_like(x)
+        reason = kernel.run(x, ids, weights, *stored, first_expert=first_expert, limit=limit, out=out)
+        if reason is None:
+            kernel_runs["moe"] += 1
+            return out
+        fall_back("moe", f"x {list(x.shape)}, w13 {list(w13.shape)} {w13.dtype}", reason)
     inner = wide(x)
+    # the router's part plays no role here
+    pairs = [Weight(stored[n], stored[n + 1]) for n in range(0, 8, 2)]
+    w = MoeWeights(x, None, None, *pairs, first_expert)
     return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
+
+
+_experts_op = torch.library.custom_op("deepdecode::moe", _experts, mutates_args=())
+
+
+@_experts_op.register_fake
+def _(x, *args) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _expect_experts(w: MoeWeights, C: int) -> None:

@@ -1,0 +1,68 @@
+"""Which launch a product takes: pure functions of the case and the card, importable without Triton or a GPU."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from deepdecode.cards import Card
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a launch depends on: x [T, groups, K], groups * out rows of weights of this kind and dtype.
+
+    dtype: of x. weight: "fp8", "fp4", "bfloat16" or "float32". scale: dtype of FP8 scales. out_dtype: of the result.
+    """
+
+    T: int
+    groups: int
+    out: int
+    K: int
+    weight: str
+    dtype: str = "bfloat16"
+    scale: str = "float8_e8m0fnu"
+    out_dtype: str = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights, which dominate."""
+        size = {"fp8": 2, "fp4": 1, "bfloat16": 4, "float32": 8}[self.weight]
+        return self.groups * self.out * self.K * size // 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """Programs take block_m rows for block_t tokens, block_k columns at a time, over one of `splits` parts of K."""
+
+    block_m: int
+    block_t: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def supports(case: Case, card: Card) -> str | None:
+    """None if the kernel covers the case on the card, else the reason why not. The dispatcher asks nothing else."""
+    if card.arch < 80:
+        return f"sm_{card.arch} has no bfloat16 tensor cores; sm_80 is the first that has"
+    if case.dtype != "bfloat16":
+        return f"x in {case.dtype}, not bfloat16"
+    if case.weight == "float64":
+        return "weights in float64"
+    if case.out_dtype == "float64":
+        return "a result in float64"
+    return None
+
+
+@cache
+def plan(case: Case, card: Card) -> Config:
+    """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
+    block_t = next((size for size in (8, 16, 32) if size >= case.T), 64)
+    block_m = 64
+    block_k = 128 if case.weight in ("fp8", "fp4") else 64
+    tiles = -(-case.out // block_m) * case.groups * -(-case.T // block_t)
+    splits = 1
+    # two programs on every SM, at least four steps of K each
+    while splits < 16 and tiles * splits < 2 * card.sms and 8 * splits * block_k <= case.K:
+        splits *= 2
+    return Config(block_m, block_t, block_k, splits, num_warps=4, num_stages=4 if case.weight != "float32" else 2)

@@ -1,0 +1,450 @@
+"""Routed and shared experts in three launches, for every arch, with weights read as stored (W4A16, W8A16).
+
+`w13_kernel` gives h = silu(gate) * up * routing weight of every (token, expert) pair, `w2_kernel` the pair's output in float32,
+`combine_kernel` their sum in the order of a token's experts, the shared one first: the bits do not vary. h is rounded to
+bfloat16 between the first two, as the operand of a product; nothing else is rounded before the end.
+
+No pair is sorted and nothing is read back. A slot is a program row that finds its own expert: the s-th expert of this rank,
+or, where there are fewer pairs than experts, the expert of pair s if no pair before names it. It then collects the pairs of its
+expert, a tile at a time, so an expert is read once for all its tokens, and grids do not depend on data.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepdecode.kernels.attention_plan import card_of
+from deepdecode.kernels.linear import KINDS, bits, layout_reason, product, weight_name
+from deepdecode.kernels.moe_plan import Case, Config, plan, supports
+from deepdecode.kernels.widen import FP4, FP8
+
+
+@triton.jit
+def _experts_of(ids_ptr, pair, pairs, first, E):
+    """The experts of these pairs counted from this rank's first, -1 for those of nobody here."""
+    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int64) - first
+    return tl.where((pair < pairs) & (expert >= 0) & (expert < E), expert, -1).to(tl.int32)
+
+
+@triton.jit
+def _slot(ids_ptr, slot, pairs, first, E, BY_PAIR: tl.constexpr, CHUNK: tl.constexpr):
+    """The expert of a slot, and how many pairs name it: none if another slot has it."""
+    expert = slot
+    if BY_PAIR:
+        expert = tl.max(_experts_of(ids_ptr, slot + tl.arange(0, 1), pairs, first, E), 0)
+    count = 0
+    for at in range(0, pairs, CHUNK):
+        pair = at + tl.arange(0, CHUNK)
+        same = _experts_of(ids_ptr, pair, pairs, first, E) == expert
+        count += tl.sum(same.to(tl.int32), 0)
+        if BY_PAIR:
+            count -= pairs * tl.sum((same & (pair < slot)).to(tl.int32), 0)
+    return expert, tl.where(expert < 0, 0, tl.maximum(count, 0))
+
+
+@triton.jit
+def _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Pairs number begin .. begin + BLOCK_T - 1 of an expert, in their order."""
+    wanted = begin + tl.arange(0, BLOCK_T)
+    found = tl.zeros([BLOCK_T], tl.int32)
+    count = 0
+    for at in range(0, pairs, CHUNK):
+        pair = at + tl.arange(0, CHUNK)
+        same = (_experts_of(ids_ptr, pair, pairs, first, E) == expert).to(tl.int32)
+        number = tl.where(same == 1, count + tl.cumsum(same, 0) - 1, -1)
+        found += tl.sum(tl.where(number[:, None] == wanted[None, :], pair[:, None], 0), 0)
+        count += tl.sum(same, 0)
+    return found
+
+
+@triton.jit
+def _rows(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND: tl.constexpr):
+    """Pointers at the first columns of rows and of their scales."""
+    scale_row = scale_ptr
+    if KIND == FP8:
+        scale_row += (row // 128).to(tl.int64) * stride_scale
+    elif KIND == FP4:
+        scale_row += row.to(tl.int64) * stride_scale
+    return w_ptr + row.to(tl.int64) * stride_w, scale_row
+
+
+@triton.jit
+def _swiglu(acc, limit, M: tl.constexpr, T: tl.constexpr):
+    """acc [M, T], of every 16 rows 8 of the gate and then 8 of up -> [M / 2, T]. One thread has row r and row r + 8."""
+    pair = tl.permute(tl.reshape(acc, (M // 16, 2, 8, T)), (0, 2, 3, 1))
+    gate, up = tl.split(pair)
+    gate = tl.reshape(gate, (M // 2, T))
+    up = tl.reshape(up, (M // 2, T))
+    # by default tl.minimum returns the limit for a NaN, which would hide it
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
+def w13_kernel(
+    x_ptr,
+    ids_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_ptr,
+    shared_scale_ptr,
+    h_ptr,
+    shared_h_ptr,
+    limit,
+    T,
+    pairs,
+    top_k,
+    first,
+    E,
+    shared_jobs,
+    K,
+    I,
+    SHARED_I,
+    stride_x,
+    stride_we,
+    stride_w,
+    stride_se,
+    stride_s,
+    stride_shared,
+    stride_shared_scale,
+    KIND: tl.constexpr,
+    SHARED_KIND: tl.constexpr,
+    E8M0: tl.constexpr,
+    SHARED_E8M0: tl.constexpr,
+    EVEN: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SHARED_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    M: tl.constexpr = 2 * BLOCK_I
+    m = tl.arange(0, M)
+    i = tl.program_id(0) * BLOCK_I + m // 16 * 8 + m % 8
+    out_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    is_up = m // 8 % 2
+    job = tl.program_id(1)
+    if job < shared_jobs:
+        if tl.program_id(0) * BLOCK_I < SHARED_I:
+            row = tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I
+            w_row, scale_row = _rows(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+            t = job * SHARED_T + tl.arange(0, SHARED_T)
+            acc = product(
+                tl.zeros([M, SHARED_T], tl.float32),
+                x_ptr + t.to(tl.int64) * stride_x,
+                t < T,
+                w_row,
+                scale_row,
+                0,
+                K,
+                K,
+                SHARED_KIND,
+                SHARED_E8M0,
+                EVEN,
+                BLOCK_K,
+                INTERPRET,
+            )
+            h = _swiglu(acc, limit, M, SHARED_T)
+            at = shared_h_ptr + (t.to(tl.int64) * SHARED_I)[None, :] + out_i[:, None]
+            tl.store(at, h.to(shared_h_ptr.dtype.element_ty), mask=(out_i < SHARED_I)[:, None] & (t < T)[None, :])
+    elif tl.program_id(0) * BLOCK_I < I:
+        expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
+        if count > 0:
+            row = tl.minimum(i, I - 1) + is_up * I
+            w_row, scale_row = _rows(
+                w_ptr + expert.to(tl.int64) * stride_we,
+                scale_ptr + expert.to(tl.int64) * stride_se,
+                row,
+                stride_w,
+                stride_s,
+                KIND,
+            )
+            for begin in range(0, count, BLOCK_T):
+                pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
+                live = begin + tl.arange(0, BLOCK_T) < count
+                acc = product(
+                    tl.zeros([M, BLOCK_T], tl.float32),
+                    x_ptr + (pair // top_k).to(tl.int64) * stride_x,
+                    live,
+                    w_row,
+                    scale_row,
+                    0,
+                    K,
+                    K,
+                    KIND,
+                    E8M0,
+                    EVEN,
+                    BLOCK_K,
+                    INTERPRET,
+                )
+                h = _swiglu(acc, limit, M, BLOCK_T) * tl.load(weights_ptr + pair, mask=live, other=0.0)[None, :]
+                at = h_ptr + (pair.to(tl.int64) * I)[None, :] + out_i[:, None]
+                tl.store(at, h.to(h_ptr.dtype.element_ty), mask=(out_i < I)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "pairs", "first", "E", "shared_jobs"])
+def w2_kernel(
+    h_ptr,
+    shared_h_ptr,
+    ids_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_ptr,
+    shared_scale_ptr,
+    y_ptr,
+    T,
+    pairs,
+    first,
+    E,
+    shared_jobs,
+    I,
+    SHARED_I,
+    C,
+    stride_we,
+    stride_w,
+    stride_se,
+    stride_s,
+    stride_shared,
+    stride_shared_scale,
+    KIND: tl.constexpr,
+    SHARED_KIND: tl.constexpr,
+    E8M0: tl.constexpr,
+    SHARED_E8M0: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARED_EVEN: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SHARED_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(m, C - 1)
+    job = tl.program_id(1)
+    if job < shared_jobs:
+        w_row, scale_row = _rows(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+        t = job * SHARED_T + tl.arange(0, SHARED_T)
+        acc = product(
+            tl.zeros([BLOCK_M, SHARED_T], tl.float32),
+            shared_h_ptr + t.to(tl.int64) * SHARED_I,
+            t < T,
+            w_row,
+            scale_row,
+            0,
+            SHARED_I,
+            SHARED_I,
+            SHARED_KIND,
+            SHARED_E8M0,
+            SHARED_EVEN,
+            BLOCK_K,
+            INTERPRET,
+        )
+        at = y_ptr + ((pairs + t).to(tl.int64) * C)[None, :] + m[:, None]
+        tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
+    else:
+        expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
+        if count > 0:
+            w_row, scale_row = _rows(
+                w_ptr + expert.to(tl.int64) * stride_we,
+                scale_ptr + expert.to(tl.int64) * stride_se,
+                row,
+                stride_w,
+                stride_s,
+                KIND,
+            )
+            for begin in range(0, count, BLOCK_T):
+                pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
+                live = begin + tl.arange(0, BLOCK_T) < count
+                acc = product(
+                    tl.zeros([BLOCK_M, BLOCK_T], tl.float32),
+                    h_ptr + pair.to(tl.int64) * I,
+                    live,
+                    w_row,
+                    scale_row,
+                    0,
+                    I,
+                    I,
+                    KIND,
+                    E8M0,
+                    EVEN,
+                    BLOCK_K,
+                    INTERPRET,
+                )
+                at = y_ptr + (pair.to(tl.int64) * C)[None, :] + m[:, None]
+                tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs", "top_k", "first", "E"])
+def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
+    for n in range(top_k):
+        pair = t * top_k + n
+        expert = tl.load(ids_ptr + pair).to(tl.int64) - first
+        here = (expert >= 0) & (expert < E)
+        total += tl.load(y_ptr + pair * C + c, mask=here & (c < C), other=0.0)
+    tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
+
+
+def launch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    scale13: torch.Tensor | None,
+    w2: torch.Tensor,
+    scale2: torch.Tensor | None,
+    shared13: torch.Tensor,
+    shared_scale13: torch.Tensor | None,
+    shared2: torch.Tensor,
+    shared_scale2: torch.Tensor | None,
+    kind: str,
+    shared_kind: str,
+    first_expert: int,
+    limit: float,
+    out: torch.Tensor,
+    config: Config,
+) -> None:
+    """Fill out [T, C]; `deepdecode.ops.moe` has checked the arguments, and T > 0. ids and weights are contiguous."""
+    T, C = x.shape
+    top_k = ids.shape[1]
+    pairs = T * top_k
+    E, I, shared_I = w13.shape[0], w13.shape[1] // 2, shared13.shape[0] // 2
+    by_pair = pairs < E
+    slots = min(pairs, E)
+    h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
+    shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
+    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
+    # without a scale, any pointer will do
+    codes = [bits(w) for w in (w13, w2, shared13, shared2)]
+    scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
+    e8m0 = [s.dtype == torch.uint8 for s in scales]
+    shared_jobs = triton.cdiv(T, config.shared_t)
+    common = {
+        "KIND": KINDS[kind],
+        "SHARED_KIND": KINDS[shared_kind],
+        "BY_PAIR": by_pair,
+        "CHUNK": max(16, min(512, triton.next_power_of_2(pairs))),
+        "BLOCK_T": config.block_t,
+        "SHARED_T": config.shared_t,
+        "INTERPRET": not x.is_cuda,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    w13_kernel[triton.cdiv(max(I, shared_I), config.block_i), shared_jobs + slots](
+        x,
+        ids,
+        weights,
+        codes[0],
+        scales[0],
+        codes[2],
+        scales[2],
+        h,
+        shared_h,
+        limit,
+        T,
+        pairs,
+        top_k,
+        first_expert,
+        E,
+        shared_jobs,
+        C,
+        I,
+        shared_I,
+        x.stride(0),
+        codes[0].stride(0),
+        codes[0].stride(1),
+        scales[0].stride(0),
+        scales[0].stride(1),
+        codes[2].stride(0),
+        scales[2].stride(0),
+        E8M0=e8m0[0],
+        SHARED_E8M0=e8m0[2],
+        EVEN=C % config.block_k == 0,
+        BLOCK_I=config.block_i,
+        BLOCK_K=config.block_k,
+        **common,
+    )
+    w2_kernel[triton.cdiv(C, config.block_m), shared_jobs + slots](
+        h,
+        shared_h,
+        ids,
+        codes[1],
+        scales[1],
+        codes[3],
+        scales[3],
+        y,
+        T,
+        pairs,
+        first_expert,
+        E,
+        shared_jobs,
+        I,
+        shared_I,
+        C,
+        codes[1].stride(0),
+        codes[1].stride(1),
+        scales[1].stride(0),
+        scales[1].stride(1),
+        codes[3].stride(0),
+        scales[3].stride(0),
+        E8M0=e8m0[1],
+        SHARED_E8M0=e8m0[3],
+        EVEN=I % config.block_k2 == 0,
+        SHARED_EVEN=shared_I % config.block_k2 == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k2,
+        **common,
+    )
+    combine_kernel[T, triton.cdiv(C, 1024)](y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4)
+
+
+def run(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    scale13: torch.Tensor | None,
+    w2: torch.Tensor,
+    scale2: torch.Tensor | None,
+    shared13: torch.Tensor,
+    shared_scale13: torch.Tensor | None,
+    shared2: torch.Tensor,
+    shared_scale2: torch.Tensor | None,
+    *,
+    first_expert: int,
+    limit: float,
+    out: torch.Tensor,
+) -> str | None:
+    """Fill out and give None; or give the reason why no kernel can, having done nothing."""
+    kind, shared_kind = _kind(w13), _kind(shared13)
+    if _kind(w2) != kind or _kind(shared2) != shared_kind:
+        return "weights of two kinds in one expert"
+    T, C = x.shape
+    case = Case(
+        T, ids.shape[1], w13.shape[0], C, w13.shape[1] // 2, shared13.shape[0] // 2, weight_name(w13, kind),
+        weight_name(shared13, shared_kind), str(x.dtype).removeprefix("torch."), str(weights.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    card = card_of(x.device)
+    stored = (w13, scale13, w2, scale2, shared13, shared_scale13, shared2, shared_scale2)
+    reason = supports(case, card) or layout_reason(x, *stored)
+    if reason:
+        return reason
+    # Triton launches on the current device
+    with torch.cuda.device(x.device):
+        launch(
+            x, ids.contiguous(), weights.contiguous(), *stored, kind, shared_kind, first_expert, limit, out, plan(case, card)
+        )
+    return None
+
+
+def _kind(w: torch.Tensor) -> str:
+    return {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}.get(w.dtype, "plain")

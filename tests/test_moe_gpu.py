@@ -1,0 +1,141 @@
+"""Experts on a GPU: the compiled kernels through the op, against float64, whatever the router says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepdecode.ops.moe import moe, moe_ref
+from deepdecode.ops.quant import E8M0, Weight
+from deepdecode.testing.experts import random_experts, random_routes
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+
+# h is rounded to bfloat16 between the two products (1.7e-3 of its norm), and the sum once at the end
+MAX_ERR, MAX_ROW_ERR = 3e-3, 4e-3
+LIMIT = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _kernels_only(monkeypatch):
+    monkeypatch.setenv("DEEPDECODE_STRICT", "1")
+
+
+def inputs(T, C, seed=0):
+    return torch.randn(T, C, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
+
+
+def check(x, ids, weights, w):
+    got = moe(x, ids, weights, w, LIMIT)
+    want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
+    assert rel_err(got, want) < MAX_ERR
+    assert worst_row_err(got, want) < MAX_ROW_ERR
+    return got
+
+
+@pytest.fixture(scope="module")
+def flash():
+    """48 of V4-Flash's experts whole, beside the shared one."""
+    return random_experts(48, 4096, 2048, 2048, device="cuda")
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 16, 33, 64, 200])
+def test_flash_sizes(flash, T):
+    check(inputs(T, 4096), *random_routes(T, 48, 6, device="cuda", seed=T), flash)
+
+
+@pytest.mark.parametrize("T", [1, 5, 16, 64, 256, 520])
+def test_a_rank_of_eight(T):
+    """All experts an eighth as wide (tp8); and 32 of the 256 whole, whose tokens mostly go elsewhere (ep8)."""
+    w = random_experts(256, 4096, 256, 256, device="cuda")
+    check(inputs(T, 4096), *random_routes(T, 256, 6, device="cuda", seed=T), w)
+    w = random_experts(32, 1024, 512, 512, first=96, device="cuda")
+    check(inputs(T, 1024), *random_routes(T, 256, 6, device="cuda", seed=T), w)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("fp4", "fp8"), ("fp8", "fp8"), ("fp8_f32", "fp8_f32"), ("bf16", "bf16")])
+# odd widths, a shared expert of another width, more tokens than experts
+@pytest.mark.parametrize(
+    ("T", "E", "k", "C", "I", "shared_I"), [(1, 4, 2, 64, 32, 64), (7, 5, 3, 160, 96, 32), (50, 8, 6, 192, 160, 96)]
+)
+def test_kinds(kind, shared, T, E, k, C, I, shared_I):
+    w = random_experts(E, C, I, shared_I, kind=kind, shared=shared, first=2, device="cuda")
+    ids, weights = random_routes(T, E + 3, k, device="cuda")
+    check(inputs(T, C), ids, weights, w)
+    check(4 * inputs(T, C), ids.long(), weights, w)
+
+
+def test_hostile_routes():
+    w = random_experts(16, 256, 128, 128, first=4, device="cuda")
+    for T in (1, 2, 40):
+        x = inputs(T, 256)
+        ids, weights = random_routes(T, 24, 6, device="cuda")
+        nobody = torch.full_like(ids, -1)
+        none = check(x, nobody, weights * float("nan"), w)
+        assert same_bits(check(x, torch.full_like(ids, 4 + 16), weights, w), none)
+        assert same_bits(moe(x, ids[:, :0], weights[:, :0], w, LIMIT), none)
+        check(x, torch.full_like(ids, 7), weights, w)
+        wild = ids.clone()
+        wild[:, 1], wild[:, 3] = 2**31 - 1, -(2**31)
+        check(x, wild, torch.where(wild == ids, weights, float("nan")), w)
+        far = torch.where(wild == ids, ids.long(), 2**32 + 7)
+        check(x, far, torch.where(wild == ids, weights, float("nan")), w)
+    x = inputs(64, 256)
+    ids = torch.full((64, 6), -1, dtype=torch.int32, device="cuda")
+    ids[:, 2] = 9
+    check(x, ids, torch.ones(64, 6, device="cuda"), w)
+
+
+def test_only_the_experts_hit_are_read():
+    """The others' scales are NaN, which would show."""
+    w = random_experts(12, 256, 128, 128, device="cuda")
+    scale13, scale2 = w.w13.scale.view(torch.uint8).clone(), w.w2.scale.view(torch.uint8).clone()
+    off = [e for e in range(12) if e not in (3, 8)]
+    scale13[off], scale2[off] = 255, 255
+    w = replace(w, w13=Weight(w.w13.data, scale13.view(E8M0)), w2=Weight(w.w2.data, scale2.view(E8M0)))
+    ids = torch.tensor([[3, 8], [8, -1], [3, 3]], device="cuda")
+    x, weights = inputs(3, 256), torch.ones(3, 2, device="cuda")
+    assert check(x, ids, weights, w).isfinite().all()
+    assert moe(x, ids + 1, weights, w, LIMIT).isnan().all(1).tolist() == [True, True, True]
+
+
+def test_a_nan_token_stays_alone():
+    w = random_experts(8, 256, 128, 128, device="cuda")
+    x, (ids, weights) = inputs(9, 256), random_routes(9, 8, 3, device="cuda")
+    clean = moe(x, ids, weights, w, LIMIT)
+    x[4, 100] = float("nan")
+    got = moe(x, ids, weights, w, LIMIT)
+    rows = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert got[4].isnan().all()
+    assert same_bits(got[rows], clean[rows])
+
+
+def test_the_same_bits_every_time_and_in_a_graph_with_other_routes():
+    w = random_experts(64, 512, 256, 256, device="cuda")
+    for T in (1, 16, 64):
+        x, (ids, weights) = inputs(T, 512), random_routes(T, 64, 6, device="cuda")
+        first = moe(x, ids, weights, w, LIMIT)
+        assert all(same_bits(moe(x, ids, weights, w, LIMIT), first) for _ in range(20))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = moe(x, ids, weights, w, LIMIT)
+        for seed in (1, 2):
+            ids.copy_(random_routes(T, 64, 6, device="cuda", seed=seed)[0])
+            if seed == 2:
+                ids[:, ::2] = -1
+            out.fill_(float("nan"))
+            graph.replay()
+            assert same_bits(out, moe(x, ids, weights, w, LIMIT))
+
+
+def test_opcheck_and_compile():
+    w = random_experts(8, 256, 128, 128, device="cuda")
+    x, (ids, weights) = inputs(3, 256), random_routes(3, 8, 3, device="cuda")
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    torch.library.opcheck(torch.ops.deepdecode.moe.default, (x, ids, weights, *stored, 0, LIMIT))
+    compiled = torch.compile(lambda a: moe(a, ids, weights, w, LIMIT), fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(x), moe(x, ids, weights, w, LIMIT))
