@@ -240,6 +240,32 @@ def _bench(args: argparse.Namespace) -> int:
     return bench(words)
 
 
+def _ladder_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--slice", default="tp8", metavar="NAME", help="rank of the model: tp8 or dp8ep8 (default %(default)s)")
+    p.add_argument("--rungs", metavar="A,B", help="only these rungs (default: all)")
+    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers (default: all 43)")
+    p.add_argument("--concurrency", metavar="A,B", help="sequences decoded at once (default: 1,16,64, and 32 for the profiles)")
+    p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of each sequence (default %(default)s)")
+    p.add_argument("--resume", action="store_true", help="keep what the result file holds of this commit, measure the rest")
+    p.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="folder of result files (default: results)")
+    p.add_argument(
+        "--findings", type=Path, default=Path("PROFILE_FINDINGS.md"), metavar="FILE", help="append an entry here (%(default)s)"
+    )
+    p.add_argument("--no-findings", action="store_true", help="append nothing")
+    p.add_argument("--commit", metavar="ID", help="the commit that is measured, where the checkout has no .git")
+    p.add_argument(
+        "--report", type=Path, metavar="FILE", help="measure nothing: tables, pictures and findings of this result file"
+    )
+    p.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    p.add_argument("--markdown", action="store_true", help="tables as markdown")
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from deepdecode.ladder.command import Request, ladder_command
+
+    return ladder_command(Request(**vars(args)))
+
+
 COMMANDS = {
     "generate": Command(
         "text in, tokens out, for prompts taken as they are (no chat format); speed and memory go to stderr",
@@ -272,6 +298,15 @@ COMMANDS = {
   deepdecode bench attention --plot results/h200/attention.json""",
         _bench_arguments,
         _bench,
+    ),
+    "ladder": Command(
+        "the campaign on this GPU: every rung checked, timed and profiled in a whole decode step; without a GPU, checks alone",
+        """  deepdecode ladder
+  deepdecode ladder --slice dp8ep8 --rungs 0,1,2 --concurrency 1,16,64 --resume
+  deepdecode ladder --layers 8 --context 32768 --no-findings
+  deepdecode ladder --report results/h200/ladder-tp8.json --no-findings""",
+        _ladder_arguments,
+        _ladder,
     ),
     "env": Command(
         "versions, GPUs, which kernels cover them and what that rests on; safe to paste: no paths, users or host names",

@@ -1,0 +1,230 @@
+"""Climb: every rung at every concurrency is checked, timed and profiled; each row is written down as soon as it is known."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from deepdecode.ladder.gates import Gate, attention_gate
+from deepdecode.ladder.instruments import Instruments, profile_entries, profile_steps, time_steps
+from deepdecode.ops.table import Ops
+from deepdecode.rungs import Rung
+from deepdecode.trace import Profile
+
+# what makes two rows one measurement; the commit joins them when a run goes on where another stopped
+KEYS = ("rung", "slice", "concurrency", "context", "layers")
+
+
+class Graph(Protocol):
+    """A decode step, captured: `deepdecode.slices.StepGraph`."""
+
+    tokens: torch.Tensor
+
+    @property
+    def launches(self) -> int | None: ...
+    def replay(self) -> Any: ...
+    def eager(self, ops: Ops | None = None) -> Any: ...
+
+
+class Slice(Protocol):
+    """A rank's part of the model: `deepdecode.slices.RankSlice`."""
+
+    def graph(self, ops: Ops, concurrency: int) -> Graph: ...
+    def bytes(self, concurrency: int) -> dict[str, int]: ...
+    def experts_hit(self, concurrency: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. profiled: the concurrency whose trace is kept; it is measured too, if it is not among the others."""
+
+    slice: str
+    rungs: tuple[Rung, ...]
+    concurrency: tuple[int, ...]
+    profiled: int
+    context: int
+    layers: int
+    commit: str
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.concurrency, self.profiled}))
+
+    def cells(self) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
+        for rung in self.rungs:
+            for concurrency in self.levels:
+                values = (rung.name, self.slice, concurrency, self.context, self.layers)
+                yield rung, concurrency, dict(zip(KEYS, values, strict=True))
+
+
+def rungs_told(rungs: Sequence[Rung]) -> dict[str, dict[str, Any]]:
+    """What the result file says of each rung. below: the rung it is compared with, the next one down that is no variant."""
+    told: dict[str, dict[str, Any]] = {}
+    below, base = None, None
+    for rung in rungs:
+        if not rung.beside:
+            below, base = base, rung.name
+        told[rung.name] = {
+            "title": rung.title,
+            "yardstick": rung.yardstick,
+            "beside": rung.beside,
+            "below": below,
+            "mirrors": rung.mirrors,
+        }
+    return told
+
+
+def known(rows: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """The rows that this plan need not measure again: of its commit and its cells, and without an error."""
+    wanted = [case for _, _, case in plan.cells()]
+    return [
+        row
+        for row in rows
+        if row.get("commit") == plan.commit and "error" not in row and {key: row.get(key) for key in KEYS} in wanted
+    ]
+
+
+def climb(
+    plan: Plan,
+    slice: Slice,
+    instruments: Instruments,
+    logits_gate: Callable[[Ops], Gate],
+    path: Path,
+    *,
+    done: Sequence[dict[str, Any]] = (),
+    save: Callable[[list[dict[str, Any]]], None],
+    say: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Measure what `done` does not hold, bottom up. Whatever fails is a row that says so, and the rest go on.
+
+    Args:
+        slice: built once, for all rungs.
+        logits_gate: run once for each rung.
+        path: the result file; traces are named after it and stand beside it.
+        done: rows to keep.
+        save: takes all rows so far, after each.
+        say: takes each new row.
+
+    Returns:
+        All rows, in the order of the plan.
+    """
+    rows = {_key(row): row for row in done}
+    order = [_key(case) for _, _, case in plan.cells()]
+    bandwidth = None
+    logits: dict[str, Gate | str] = {}
+    for rung, concurrency, case in plan.cells():
+        if _key(case) in rows:
+            continue
+        if bandwidth is None:
+            bandwidth = instruments.bandwidth()
+        row = {"op": "step", "implementation": f"rung {rung.name}", **case, "commit": plan.commit}
+        row["copy_bandwidth_tb_s"] = round(bandwidth, 3)
+        if rung.name not in logits:
+            logits[rung.name] = _guarded(lambda rung=rung: logits_gate(rung.ops))
+        gate = logits[rung.name]
+        if isinstance(gate, str):
+            row["error"] = f"logits gate: {gate}"
+        else:
+            row["gates"] = [_told(gate)]
+            found = _guarded(lambda args=(plan, rung.ops, concurrency, slice, instruments, path, row): _measure(*args))
+            if isinstance(found, str):
+                row["error"] = found
+        rows[_key(case)] = row
+        say(row)
+        save([rows[key] for key in order if key in rows])
+        _free()
+    return [rows[key] for key in order]
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEYS)
+
+
+def _guarded(work: Callable[[], Any]) -> Any:
+    """What work gives, or one line on why it gave nothing."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error).splitlines()[0][:160]}"
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text[:240]}"
+
+
+def _free() -> None:
+    # a captured graph holds its memory until the last reference is gone, cycles included
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    plan: Plan, ops: Ops, concurrency: int, slice: Slice, instruments: Instruments, path: Path, row: dict[str, Any]
+) -> None:
+    """Fill the row. A step that fails a gate gets no time."""
+    graph = slice.graph(ops, concurrency)
+    gates = attention_gate(ops, graph.eager)
+    row["gates"] += [_told(gate) for gate in gates]
+    row |= {"rel_err": gates[0].error, "worst_row_err": gates[1].error}
+    failed = [gate for gate in row["gates"] if not gate["passed"]]
+    if failed:
+        worst = failed[0]
+        row["error"] = f"{worst['name']} is off by {worst['error']:.2e}, the bound is {worst['bound']:.2e}"
+        return
+    batch = len(graph.tokens)
+    tpot = time_steps(graph.replay, instruments.seconds)
+    moved = slice.bytes(concurrency)
+    floor_us = sum(moved.values()) / row["copy_bandwidth_tb_s"] / 1e6
+    hit = slice.experts_hit(concurrency)
+    row |= {
+        "T": batch,
+        "us_warm": round(1e3 * tpot.ms, 2),
+        "us_warm_low": round(1e3 * tpot.low, 2),
+        "us_warm_high": round(1e3 * tpot.high, 2),
+        "timed_steps": tpot.steps,
+        "repeats": tpot.repeats,
+        "tokens_per_s": round(1e3 * concurrency / tpot.ms, 2),
+        "bytes": sum(moved.values()),
+        "bytes_by_entry": moved,
+        "floor_us": round(floor_us, 2),
+        "times_floor": round(1e3 * tpot.ms / floor_us, 2),
+        "experts_hit": {"mean": round(sum(hit) / max(1, len(hit)), 2), "min": min(hit, default=0), "max": max(hit, default=0)},
+        "graph_launches": graph.launches,
+    }
+    kept = concurrency == plan.profiled
+    trace = trace_path(path, row["rung"], concurrency)
+    row["profile"] = _summary(profile_steps(graph.replay, instruments.record, trace, batch))
+    if kept:
+        row["trace"] = trace.name
+        entries = profile_entries(graph.eager, instruments.record, trace.with_name("eager-" + trace.name))
+        row["entries"] = {name: asdict(entry) for name, entry in entries.items()}
+    else:
+        trace.unlink()
+
+
+def trace_path(path: Path, rung: str, concurrency: int) -> Path:
+    return path.with_name(f"{path.stem}-rung-{rung}-c{concurrency}.json.gz")
+
+
+def _told(gate: Gate) -> dict[str, Any]:
+    return {**asdict(gate), "passed": gate.passed}
+
+
+def _summary(profile: Profile) -> dict[str, Any]:
+    """Per step, milliseconds; medians of the profiled steps."""
+    device = profile.device
+    return {
+        "steps": device.steps.count,
+        "step_ms": round(device.steps.p50_ns / 1e6, 4),
+        "busy_ms": round(device.steps.p50_busy_ns / 1e6, 4),
+        "idle_ms": round(device.steps.p50_idle_ns / 1e6, 4),
+        "launches": device.kernels_per_step,
+        "unknown_share": round(device.unknown_share, 4),
+        "categories": {
+            c.category: {"ms": round(c.p50_step_ns / 1e6, 4), "share": round(c.share, 4), "launches": c.launches_per_step}
+            for c in device.categories
+        },
+    }

@@ -1,0 +1,243 @@
+"""The `ladder` command: on a GPU the campaign, without one what can be said there, and reports of what was measured."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepdecode.config import ModelConfig
+from deepdecode.errors import HintedError
+from deepdecode.ladder.campaign import Plan, climb, known, rungs_told
+from deepdecode.ladder.findings import write_findings
+from deepdecode.ladder.gates import LogitsGate
+from deepdecode.ladder.instruments import Instruments, gpu_instruments
+from deepdecode.ladder.table import ladder_doc
+from deepdecode.progress import Progress
+from deepdecode.rungs import RUNGS, Rung
+from deepdecode.slices import POSITIONS, SLICES, RankSlice
+from deepdecode.trace.findings import FILE
+from deepdecode.trace.render import markdown, show
+
+SCHEMA = 1
+CONCURRENCY, PROFILED, CONTEXT = (1, 16, 64), 32, 8192
+MOST = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; None is a default."""
+
+    slice: str = "tp8"
+    rungs: str | None = None
+    layers: int | None = None
+    concurrency: str | None = None
+    context: int = CONTEXT
+    resume: bool = False
+    out: Path = Path("results")
+    findings: Path = Path(FILE)
+    no_findings: bool = False
+    commit: str | None = None
+    report: Path | None = None
+    json: bool = False
+    markdown: bool = False
+
+    @property
+    def command(self) -> str:
+        """What measures the same again; where it was written does not matter."""
+        names = ("slice", "rungs", "layers", "concurrency", "context")
+        chosen = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(Request, name)}
+        return " ".join(["deepdecode ladder", *(f"--{name} {value}" for name, value in chosen.items())])
+
+
+def ladder_command(request: Request) -> int:
+    """0: all was measured; 1: a rung failed, or there is no GPU to time anything on."""
+    if request.report:
+        return _report(request, read_results(request.report), request.report)
+    rungs, levels = choose_rungs(request.rungs), choose_levels(request.concurrency)
+    config = ModelConfig()
+    if request.slice not in SLICES:
+        raise ValueError(f"ladder: --slice must be one of {', '.join(SLICES)}, got {request.slice}")
+    if not POSITIONS <= request.context <= config.max_positions:
+        raise ValueError(f"ladder: --context must be {POSITIONS} to {config.max_positions}, got {request.context}")
+    if request.layers is not None and not 1 <= request.layers <= config.num_layers:
+        raise ValueError(f"ladder: --layers must be 1 to {config.num_layers}, got {request.layers}")
+    if not torch.cuda.is_available():
+        return _offline(request, rungs)
+    return _measure(request, rungs, levels, config)
+
+
+def choose_rungs(text: str | None) -> tuple[Rung, ...]:
+    """The named rungs, in the ladder's order.
+
+    Raises:
+        ValueError: a name is no rung's, or none is given.
+    """
+    if text is None:
+        return RUNGS
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    there = [rung.name for rung in RUNGS]
+    unknown = [name for name in names if name not in there]
+    if unknown or not names:
+        raise ValueError(f"ladder: --rungs must be of {', '.join(there)}, got {unknown[0] if unknown else 'none'}")
+    return tuple(rung for rung in RUNGS if rung.name in names)
+
+
+def choose_levels(text: str | None) -> tuple[int, ...]:
+    """Sequences decoded at once, in rising order.
+
+    Raises:
+        ValueError: a part is no number in range.
+    """
+    if text is None:
+        return CONCURRENCY
+    parts = [part.strip() for part in text.split(",")]
+    wrong = next((part for part in parts if not (part.isdecimal() and 1 <= int(part) <= MOST)), None)
+    if wrong is not None:
+        raise ValueError(f"ladder: --concurrency must be numbers from 1 to {MOST} with commas between, got {wrong or 'none'}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A result file of the ladder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"ladder: {path} must be JSON, got {error}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("rungs"), dict) or "profiled_concurrency" not in document:
+        raise ValueError(f"ladder: {path} must be a result file of the ladder, got another")
+    return document
+
+
+def _offline(request: Request, rungs: Sequence[Rung]) -> int:
+    from deepdecode.ladder.offline import SAID, offline_doc, run_offline
+
+    # tiny tensors: a second thread costs more than it gives
+    torch.set_num_threads(1)
+    bar = Progress("checks without a GPU")
+    document = run_offline(bar.step)
+    bar.end()
+    document |= {"rungs": {rung.name: {"title": rung.title, "measured": "not run"} for rung in rungs}}
+    if request.json:
+        print(json.dumps({"schema": SCHEMA, **document}, indent=1))
+    else:
+        _print(request, offline_doc(document, [rung.name for rung in rungs]))
+    print(f"ladder: {SAID}", file=sys.stderr)
+    return 1 if any(not check.get("passed") for check in document["checks"]) else 0
+
+
+def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...], config: ModelConfig) -> int:
+    from deepdecode.bench.timing import current_commit
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    instruments = gpu_instruments(device)
+    profiled = PROFILED if request.concurrency is None or PROFILED in levels else levels[-1]
+    layers = request.layers or config.num_layers
+    plan = Plan(request.slice, rungs, levels, profiled, request.context, layers, request.commit or current_commit())
+    card = str(instruments.device["name"]).lower().removeprefix("nvidia ").replace(" ", "-")
+    path = request.out / card / f"ladder-{request.slice}.json"
+    bar = Progress("layers made")
+    slice = RankSlice(
+        config,
+        request.slice,
+        context=request.context,
+        layers=request.layers,
+        max_concurrency=max(plan.levels),
+        device=device,
+        progress=bar.step,
+    )
+    bar.end()
+    document = run(request, plan, slice, instruments, LogitsGate(device), path)
+    return _report(request, document, path)
+
+
+def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate: LogitsGate, path: Path) -> dict[str, Any]:
+    """Climb, and keep the result file up to date on the way."""
+    done = known(read_results(path)["rows"], plan) if request.resume and path.exists() else []
+    document = {
+        "schema": SCHEMA,
+        "device": instruments.device,
+        "versions": instruments.versions,
+        "commit": plan.commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": request.command,
+        "slice": plan.slice,
+        "context": plan.context,
+        "layers": plan.layers,
+        "profiled_concurrency": plan.profiled,
+        "left_out": left_out(plan.slice),
+        "rungs": rungs_told(plan.rungs),
+        "rows": [],
+    }
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
+        draft.replace(path)
+
+    if done:
+        print(f"{path}: {len(done)} measurements of commit {plan.commit} are kept", file=sys.stderr)
+    rows = climb(plan, slice, instruments, gate, path, done=done, save=save, say=_say)
+    save(rows)
+    return {**document, "rows": rows}
+
+
+def left_out(slice: str) -> list[str]:
+    items = ["one rank of eight, collectives left out: nothing is sent to other GPUs, and nobody is waited for"]
+    if slice == "dp8ep8":
+        items.append("C is of the whole service: this rank attends an eighth of the sequences, rounded up")
+        items.append("the rows that other ranks would send to this rank's experts are seeded")
+    return items
+
+
+def _say(row: dict[str, Any]) -> None:
+    what = f"rung {row['rung']:<11} C={row['concurrency']:<4}"
+    if "error" in row:
+        print(f"{what} {row['error']}", file=sys.stderr, flush=True)
+        return
+    attention = row["profile"]["categories"].get("attention", {"ms": 0.0})["ms"]
+    times = f"{row['tokens_per_s']:9.1f} tokens/s  TPOT {row['us_warm'] / 1e3:8.3f} ms  attention {attention:7.3f} ms"
+    print(f"{what} {times}  {row['times_floor']:.1f}x floor  error {row['rel_err']:.1e}", file=sys.stderr, flush=True)
+
+
+def _report(request: Request, document: dict[str, Any], path: Path) -> int:
+    """Tables to stdout; pictures and findings beside what was measured."""
+    if request.json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(request, ladder_doc(document))
+    try:
+        from deepdecode.ladder.plots import plot_ladder
+
+        for picture in plot_ladder(document, path):
+            print(f"picture: {picture}", file=sys.stderr)
+    except ImportError as error:
+        if request.report:
+            raise HintedError(
+                f"ladder: pictures must have matplotlib, got {error}", "pip install 'deepdecode[report]'"
+            ) from None
+        print(f"no pictures without matplotlib; `deepdecode ladder --report {path}` draws them later", file=sys.stderr)
+    if not request.no_findings:
+        moved = write_findings(document, path.parent, request.findings)
+        if moved and not request.json:
+            _print(request, moved)
+        if moved:
+            print(f"appended to {request.findings}", file=sys.stderr)
+    return 1 if any("error" in row for row in document["rows"]) else 0
+
+
+def _print(request: Request, doc: Any) -> None:
+    if request.markdown:
+        sys.stdout.write(markdown(doc))
+    else:
+        show(doc, sys.stdout)
+    sys.stdout.flush()

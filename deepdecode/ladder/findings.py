@@ -1,0 +1,90 @@
+"""The kept traces through the profile reader: what moved from rung to rung, what only seems to have, what to attack next."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepdecode.trace import load, profile
+from deepdecode.trace.advise import advise
+from deepdecode.trace.compare import Comparison, compare
+from deepdecode.trace.findings import append, entry
+from deepdecode.trace.model import CATEGORIES
+from deepdecode.trace.render import Bullets, Doc, ms, percent, quote, signed_ms
+from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc
+
+# categories that moved less than this part of the step are not told
+TOLD = 0.01
+
+
+def write_findings(document: dict[str, Any], folder: Path, file: Path) -> Doc | None:
+    """Append one entry about the traces of a result file; None, and nothing written, where it has no trace.
+
+    Args:
+        document: the result file.
+        folder: where its traces lie.
+        file: PROFILE_FINDINGS.md, or another.
+
+    Returns:
+        What moved from rung to rung, which the entry begins with.
+    """
+    rows = [row for row in document["rows"] if "trace" in row and (folder / row["trace"]).is_file()]
+    if not rows:
+        return None
+    profiles = [profile(load(folder / row["trace"])) for row in rows]
+    labels = [f"rung {row['rung']}" for row in rows]
+    docs = []
+    if len(profiles) > 1:
+        comparison = compare(profiles, labels)
+        first = moves_doc(comparison)
+        docs = [first, comparison_doc(comparison)]
+    else:
+        first = profile_doc(profiles[0], labels[0])
+        docs = [first]
+    product = _product(document, labels)
+    docs.append(advice_doc(advise(profiles[product], labels[product])))
+    title = f"the ladder on {document['slice']}, C = {document['profiled_concurrency']}, commit {document['commit']}"
+    append(file, entry(title, document["command"], profiles, docs))
+    return first
+
+
+def _product(document: dict[str, Any], labels: Sequence[str]) -> int:
+    """The highest rung that no other stands beside: the one whose next step is asked for."""
+    beside = {f"rung {name}" for name, rung in document["rungs"].items() if rung["beside"]}
+    return max(i for i, label in enumerate(labels) if label not in beside or len(labels) == 1)
+
+
+def moves_doc(comparison: Comparison) -> Doc:
+    """For each rung against the one before it: the step, what moved most, and what the shares hide."""
+    parts = [Bullets(_pair(comparison, after), tuple(_moves(comparison, after))) for after in range(1, len(comparison.runs))]
+    return Doc("What moved from rung to rung", tuple(parts))
+
+
+def _pair(comparison: Comparison, after: int) -> str:
+    return f"{quote(comparison.runs[after - 1].label)} -> {quote(comparison.runs[after].label)}"
+
+
+def _moves(comparison: Comparison, after: int) -> list[str]:
+    before, runs = after - 1, comparison.runs
+    a, b = runs[before], runs[after]
+    items = [comparison.verdicts[before].text]
+    moved, risen = [], []
+    for row in comparison.categories:
+        old, new = row.cells[before], row.cells[after]
+        was, now = old.step_ns if old else 0, new.step_ns if new else 0
+        name = CATEGORIES.get(row.key, row.key)
+        if abs(now - was) >= TOLD * max(a.step_ns, 1):
+            moved.append((now - was, f"{name} {signed_ms(now - was)} ms ({ms(was)} -> {ms(now)})"))
+        elif old and new and new.share - old.share >= TOLD:
+            risen.append(f"{name} {percent(old.share)} -> {percent(new.share)} at {ms(now)} ms")
+    moved.sort(key=lambda pair: -abs(pair[0]))
+    items.append("moved: " + ("; ".join(text for _, text in moved) or "no category by 1 % of the step"))
+    if risen:
+        items.append("rose in share without rising in time: " + "; ".join(risen))
+    busy = f"total GPU time {ms(a.busy_ns)} -> {ms(b.busy_ns)} ms a step"
+    target = min(moved, default=(0, ""))
+    if target[0] < 0 and b.busy_ns > a.busy_ns:
+        items.append(f"{busy}: it rose although the target fell")
+    else:
+        items.append(busy)
+    items.append(f"launches {a.launches:.0f} -> {b.launches:.0f} a step")
+    return items

@@ -1,0 +1,208 @@
+"""What a rung must pass before its time is printed: its attention against float64, its logits against the reference table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from deepdecode.checkpoint import seeded_model
+from deepdecode.kvcache import KVCache
+from deepdecode.model import ModelWeights
+from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.table import Ops
+from deepdecode.runner import Runner
+from deepdecode.testing.numeric import rel_err, worst_row_err
+from deepdecode.tiny import CONFIG, SEED
+
+Tensor = torch.Tensor
+# Twice what the product's kernel is held to: the mirrors of engine code round each of two launches, their merge and the sink
+# to bfloat16. Over the tensor, and in the worst (token, head) row.
+MAX_ERR, MAX_ROW_ERR = 5e-3, 1e-2
+# the float64 reference holds every gathered row, so a large batch is checked on its first tokens
+CHECKED_TOKENS = 16
+# A rounded score can tip a router or a choice of entries, which moves one row far; it does not happen to many.
+ROWS_WITHIN, TIMES_REFERENCE = 7 / 8, 2.0
+# beside, across and behind the borders of window (128), ratio-4 and ratio-128 entries
+PROMPTS, DECODE_STEPS = (125, 70, 259), 8
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One check: what it compared, how far apart it was, and how far it may be."""
+
+    name: str
+    error: float
+    bound: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        # a NaN passes no comparison
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The arguments of one call of sparse_attn, and what it gave; caches are not copied."""
+
+    args: tuple[Any, ...]
+    sink: Tensor | None
+    scale: float
+    out: Tensor
+
+    @property
+    def keys(self) -> int:
+        return self.args[2].shape[1] + (0 if self.args[5] is None else self.args[5].shape[1])
+
+    def first(self, count: int) -> "Captured":
+        q, window, indices, lens, extra, extra_indices, extra_lens = self.args
+        more = (None, None) if extra is None else (extra_indices[:count], extra_lens[:count])
+        return Captured(
+            (q[:count], window, indices[:count], lens[:count], extra, *more), self.sink, self.scale, self.out[:count]
+        )
+
+    def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        q, *rest = self.args
+        sink = None if self.sink is None else self.sink.to(dtype)
+        return sparse_attn_ref(q.to(dtype), *rest, sink=sink, scale=self.scale)[0]
+
+
+def capturing(ops: Ops) -> tuple[Ops, list[Captured]]:
+    """The same table, and the list that its sparse_attn fills: the first call of each number of keys."""
+    found: list[Captured] = []
+
+    def sparse_attn(q, window, indices, lens, extra=None, extra_indices=None, extra_lens=None, **options):
+        args = (q, window, indices, lens, extra, extra_indices, extra_lens)
+        given = ops.sparse_attn(*args, **options)
+        out = given[0] if isinstance(given, tuple) else given
+        one = Captured(args, options.get("sink"), options.get("scale") or q.shape[-1] ** -0.5, out)
+        if all(one.keys != other.keys for other in found):
+            copies = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+            found.append(replace(one, args=copies, out=out.clone()))
+        return given
+
+    return replace(ops, sparse_attn=sparse_attn), found
+
+
+def attention_gate(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
+    """Attention of a whole step against float64, at the step's own shapes and on its own rows.
+
+    Args:
+        ops: the rung's table.
+        run: runs one step on the table it is given, eagerly.
+
+    Returns:
+        Two checks: over the tensor, and in the worst (token, head) row; each the worst over layers of different key counts.
+    """
+    table, found = capturing(ops)
+    run(table)
+    if not found:
+        raise ValueError("attention gate: the step must call sparse_attn, got no call")
+    # rows of the caches that the step itself wrote stay as they are until the next step, so the reference may read them now
+    errors = [_errors(one.first(CHECKED_TOKENS)) for one in found]
+    keys = ", ".join(str(one.keys) for one in found)
+    note = f"{found[0].args[0].shape[0]} tokens, {found[0].args[0].shape[1]} heads, {keys} keys"
+    return [
+        Gate("attention against float64", max(tensor for tensor, _ in errors), MAX_ERR, note),
+        Gate("its worst row", max(row for _, row in errors), MAX_ROW_ERR, note),
+    ]
+
+
+def _errors(one: Captured) -> tuple[float, float]:
+    want = one.reference()
+    return rel_err(one.out, want), worst_row_err(one.out, want)
+
+
+class LogitsGate:
+    """Logits of the embedded tiny model: a rung against the reference table in float32, all from the same caches.
+
+    The bound is what the reference table itself loses in bfloat16. Made once for all rungs.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        generator = torch.Generator().manual_seed(SEED)
+
+        def tokens(*shape: int) -> list:
+            return torch.randint(4, CONFIG.vocab_size, shape, generator=generator).tolist()
+
+        self.prompts: list[list[int]] = [tokens(n) for n in PROMPTS]
+        self.next: list[list[int]] = tokens(DECODE_STEPS, len(PROMPTS))
+
+    @cached_property
+    def weights(self) -> ModelWeights:
+        return seeded_model(CONFIG, SEED)
+
+    @cached_property
+    def moved(self) -> ModelWeights:
+        """The same numbers on the device; another generator would make others there."""
+        return _to(self.weights, self.device)
+
+    @cached_property
+    def prefilled(self) -> Runner:
+        return self._runner(self.weights, REFERENCE, None)
+
+    @cached_property
+    def truth(self) -> Tensor:
+        return self._decode(replace(self.weights, embed=self.weights.embed.float()), REFERENCE)
+
+    @cached_property
+    def bound(self) -> float:
+        """TIMES_REFERENCE times what the reference table itself is off in bfloat16."""
+        return TIMES_REFERENCE * self._error(self._decode(self.weights, REFERENCE))
+
+    def __call__(self, ops: Ops) -> Gate:
+        got = self._decode(self.moved, ops).to(self.truth.device)
+        note = f"{len(got)} rows of the tiny model; the error that {ROWS_WITHIN:.1%} of them keep"
+        return Gate("logits against the reference table", self._error(got), self.bound, note)
+
+    def _error(self, logits: Tensor) -> float:
+        errors = sorted(rel_err(a, b) for a, b in zip(logits, self.truth, strict=True))
+        return errors[int(ROWS_WITHIN * (len(errors) - 1))]
+
+    @torch.inference_mode()
+    def step(self, ops: Ops) -> Tensor:
+        """One decode step of all sequences on a copy of the prefilled caches, on the CPU; logits [sequences, vocab]."""
+        return self._runner(self.weights, ops, self.prefilled.cache).decode(range(len(PROMPTS)), self.next[0], PROMPTS)
+
+    @torch.inference_mode()
+    def _decode(self, weights: ModelWeights, ops: Ops) -> Tensor:
+        """float32 [steps * sequences, vocab]: the same tokens, whatever was sampled, on a copy of the prefilled caches."""
+        runner = self._runner(weights, ops, self.prefilled.cache)
+        slots = range(len(PROMPTS))
+        steps = [runner.decode(slots, tokens, [length + i for length in PROMPTS]).float() for i, tokens in enumerate(self.next)]
+        return torch.cat(steps)
+
+    def _runner(self, weights: ModelWeights, ops: Ops, cache: KVCache | None) -> Runner:
+        """A runner whose slots hold the prompts, read by itself or copied from another cache."""
+        runner = Runner(weights, max_len=max(PROMPTS) + DECODE_STEPS, slots=len(PROMPTS), ops=ops)
+        for prompt in self.prompts:
+            slot = runner.cache.acquire()
+            runner.cache.reserve(slot, len(prompt) + DECODE_STEPS)
+            if cache is None:
+                runner.prefill(slot, prompt)
+        if cache is not None:
+            for mine, theirs in zip(_tensors(runner.cache.layers), _tensors(cache.layers), strict=True):
+                mine.copy_(theirs)
+        return runner
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    """The same dataclasses, their tensors on the device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, list):
+        return [_to(part, device) for part in tree]
+    if not hasattr(tree, "__dataclass_fields__") or tree is CONFIG:
+        return tree
+    return replace(tree, **{f.name: _to(getattr(tree, f.name), device) for f in fields(tree) if f.init})
+
+
+def _tensors(layers: Sequence[Any]) -> list[Tensor]:
+    """Every tensor of the caches, in one order."""
+    parts = [getattr(layer, f.name) for layer in layers for f in fields(layer)]
+    held = [getattr(part, f.name) for part in parts if part is not None for f in fields(part)]
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]

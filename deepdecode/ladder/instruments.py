@@ -1,0 +1,238 @@
+"""What a step is measured with: a clock, a profiler, a bandwidth. They are values, so that a test can hand in its own."""
+
+import contextlib
+import gzip
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepdecode.ops.table import Ops
+from deepdecode.trace import Profile, load, profile
+from deepdecode.trace.columns import GRAPH_LAUNCH, LAUNCH, call_kind
+from deepdecode.trace.model import Trace
+from deepdecode.trace.steps import launch_of
+
+# a pass of timed steps covers this many positions, so that compressors complete entries at their natural rate
+POSITIONS = 128
+REPEATS = 3
+# of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
+PASS_S = 1.2
+# enough that the reader can tell a change from noise
+PROFILED_STEPS = 4
+# how `StepGraph.eager` names the range of an entry of the table
+RANGE = "ops."
+OTHER = "between the entries"
+# what a slim trace keeps: GPU work, what launched it, and named ranges
+KEPT = ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
+ARGS = ("device", "stream", "correlation", "grid", "block", "graph id", "graph node id")
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """device, versions: facts for the result file.
+
+    seconds(work) runs work and gives the seconds it took on the device; bandwidth() gives TB/s of a large copy;
+    record(work, path) runs work under the profiler and writes a Chrome trace.
+    """
+
+    device: dict[str, Any]
+    versions: dict[str, Any]
+    seconds: Callable[[Callable[[], Any]], float]
+    bandwidth: Callable[[], float]
+    record: Callable[[Callable[[], Any], Path], None]
+
+
+def gpu_instruments(device: torch.device) -> Instruments:
+    import triton
+
+    from deepdecode.bench.timing import copy_bandwidth
+
+    # graphs captured before CUPTI starts, or replayed after it was torn down, would lose their kernels
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    with _profiler(), torch.cuda.device(device):
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    facts = torch.cuda.get_device_properties(device)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        start.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def record(work: Callable[[], Any], path: Path) -> None:
+        torch.cuda.synchronize(device)
+        with _profiler() as recorded:
+            work()
+            torch.cuda.synchronize(device)
+        whole = path.with_name(path.name + ".whole")
+        recorded.export_chrome_trace(str(whole))
+        try:
+            write_slim(json.loads(whole.read_text(errors="replace"), strict=False), path)
+        finally:
+            whole.unlink()
+
+    return Instruments(
+        device={"name": facts.name, "arch": 10 * facts.major + facts.minor, "sms": facts.multi_processor_count},
+        versions={"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        seconds=seconds,
+        bandwidth=copy_bandwidth,
+        record=record,
+    )
+
+
+def _profiler() -> torch.profiler.profile:
+    kinds = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+
+
+def write_slim(document: dict[str, Any], path: Path) -> None:
+    """The trace with what a GPU timeline needs, compressed, without the names of the machine or of its files."""
+    events = []
+    for event in document.get("traceEvents", []):
+        kind = event.get("cat")
+        if kind in KEPT or (
+            kind in ("cuda_runtime", "cuda_driver") and call_kind(event.get("name", "")) in (LAUNCH, GRAPH_LAUNCH)
+        ):
+            args = event.get("args") or {}
+            events.append({**event, "args": {name: args[name] for name in ARGS if name in args}})
+    kept = {name: document[name] for name in ("schemaVersion", "deviceProperties", "baseTimeNanoseconds") if name in document}
+    text = json.dumps({**kept, "traceEvents": events}, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+        packed.write(text.encode())
+
+
+@dataclass(frozen=True)
+class Tpot:
+    """Milliseconds of a step: the median pass, the fastest and the slowest; how many passes of how many steps."""
+
+    ms: float
+    low: float
+    high: float
+    steps: int
+    repeats: int
+
+
+def time_steps(replay: Callable[[], Any], seconds: Callable[[Callable[[], Any]], float], *, limit_s: float = PASS_S) -> Tpot:
+    """Time passes over consecutive positions; a pass has all POSITIONS of them, or as many fours as `limit_s` holds."""
+
+    def run(steps: int) -> float:
+        return seconds(lambda: [replay() for _ in range(steps)]) / steps
+
+    run(2)
+    once = run(4)
+    steps = max(4, min(POSITIONS, int(limit_s / once)) // 4 * 4)
+    passes = sorted(1e3 * run(steps) for _ in range(REPEATS))
+    return Tpot(passes[len(passes) // 2], passes[0], passes[-1], steps, REPEATS)
+
+
+def profile_steps(
+    replay: Callable[[], Any], record: Callable[[Callable[[], Any], Path], None], path: Path, batch: int
+) -> Profile:
+    """Replay a few steps under the profiler, and account for the trace."""
+
+    def work() -> None:
+        for _ in range(PROFILED_STEPS):
+            with torch.profiler.record_function(f"step[DECODE bs={batch}]"):
+                replay()
+
+    record(work, path)
+    return profile(load(path))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one entry of the table put on the GPU in a step: launches (copies and sets among them), and their time."""
+
+    launches: int
+    us: float
+
+
+def profile_entries(
+    eager: Callable[[], Any], record: Callable[[Callable[[], Any], Path], None], path: Path
+) -> dict[str, Entry]:
+    """One eager step under the profiler, by entry of the table; OTHER holds what no entry launched."""
+    record(eager, path)
+    try:
+        return entries_of(load(path))
+    finally:
+        path.unlink()
+
+
+def entries_of(trace: Trace) -> dict[str, Entry]:
+    """GPU work by the named range that launched it. Zero entries are left out."""
+    ranges = [a for a in trace.annotations if a.name.startswith(RANGE) and not a.gpu]
+    rows = np.arange(len(trace.table))
+    launch = launch_of(trace, rows)
+    at = np.where(launch >= 0, trace.launches.start_ns[launch] if len(trace.launches) else 0, -1)
+    begin = np.array([a.start_ns for a in ranges], np.int64)
+    end = begin + np.array([a.dur_ns for a in ranges], np.int64)
+    # entries do not contain one another, so the last that began is the only one that can hold the launch
+    owner = np.searchsorted(begin, at, "right") - 1
+    inside = (launch >= 0) & (owner >= 0) & (at < end[owner] if len(ranges) else False)
+    names = [a.name.removeprefix(RANGE) for a in ranges]
+    found: dict[str, list[int]] = {}
+    for row, ok in enumerate(inside.tolist()):
+        found.setdefault(names[owner[row]] if ok else OTHER, []).append(row)
+    order = [f.name for f in fields(Ops)]
+    told = sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+    return {name: Entry(len(found[name]), round(int(trace.table.dur_ns[found[name]].sum()) / 1e3, 3)) for name in told}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operations that torch dispatches, by entry of the table. Views move nothing and do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = OTHER
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not _is_view(func):
+            self.counts[self.entry] += 1
+        return func(*args, **(kwargs or {}))
+
+    def table(self, ops: Ops) -> Ops:
+        """The same table; while an entry runs, its operations count for it."""
+        return Ops(**{f.name: self._named(f.name, getattr(ops, f.name)) for f in fields(Ops)})
+
+    def _named(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with self._inside(name):
+                return call(*args, **options)
+
+        return run
+
+    @contextlib.contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        self.entry, before = name, self.entry
+        try:
+            yield
+        finally:
+            self.entry = before
+
+
+def _is_view(func: Any) -> bool:
+    returned = func._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+def wall_seconds(work: Callable[[], Any]) -> float:
+    """Seconds of work that runs on this machine's CPU."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

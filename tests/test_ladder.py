@@ -1,0 +1,268 @@
+"""The ladder end to end on a small slice: what a row holds, what fails without stopping the rest, what a second run keeps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from made_profiles import MS
+from small_checkpoint import SMALL
+from small_traces import kineto, schedule
+
+from deepdecode.ladder.campaign import Plan, climb, known, rungs_told, trace_path
+from deepdecode.ladder.command import Request, run
+from deepdecode.ladder.gates import Gate, LogitsGate, attention_gate
+from deepdecode.ladder.instruments import Instruments
+from deepdecode.ops.reference import REFERENCE
+from deepdecode.rungs import Rung
+from deepdecode.slices import RankSlice
+
+# microseconds that a step of each rung takes on the clock of these tests, and of its attention in a trace
+STEP_US = {"slow": 40_000.0, "quick": 10_000.0, "variant": 20_000.0}
+ATTENTION_US = {"slow": 24_000, "quick": 1_000, "variant": 9_000}
+# the rest of a step's kernels takes as long on every rung
+GLUE = ("void at::native::vectorized_elementwise_kernel<4>(int)", 3 * MS)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return RankSlice(SMALL, "tp8", context=384, max_concurrency=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def gate():
+    return LogitsGate()
+
+
+def loud(*args, **options):
+    return 1.05 * REFERENCE.sparse_attn(*args, **options)
+
+
+def full(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nand more words")
+
+
+def rung(name, beside="", yardstick="", **entries):
+    table = replace(REFERENCE, **entries)
+    return Rung(name, f"the {name} one", lambda: table, {"moe": "somebody's"}, yardstick=yardstick, beside=beside)
+
+
+SLOW, QUICK, VARIANT = rung("slow", yardstick="an engine"), rung("quick"), rung("variant", beside="quick")
+
+
+class Bench:
+    """A slice, a clock and a profiler whose numbers are known; the first step of each graph does run."""
+
+    def __init__(self, slice, rungs):
+        self.slice, self.tables = slice, {rung.name: rung.ops for rung in rungs}
+        self.bytes, self.experts_hit = slice.bytes, slice.experts_hit
+        self.rung, self.ran, self.steps = "", [], 0
+
+    def graph(self, ops, concurrency):
+        return Replayed(self, self.slice.graph(ops, concurrency))
+
+    def instruments(self):
+        facts = {"name": "NVIDIA H200", "arch": 90, "sms": 132}
+        return Instruments(facts, {"torch": "2"}, self.seconds, lambda: 4.0, self.record)
+
+    def gate(self, ops):
+        """Called first for each rung, so it knows which one is measured."""
+        self.rung = next(name for name, table in self.tables.items() if table is ops)
+        self.ran.append(self.rung)
+        return Gate("logits against the reference table", 0.01, 0.02, "8 rows")
+
+    def seconds(self, work):
+        before = self.steps
+        work()
+        return (self.steps - before) * STEP_US[self.rung] * 1e-6
+
+    def record(self, work, path):
+        work()
+        attention = ("sparse_attn_decode_mma_kernel", 1000 * ATTENTION_US[self.rung])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.name.startswith("eager-"):
+            entries(path)
+        else:
+            kineto(path, schedule([attention, GLUE], steps=4), bs=2)
+
+
+class Replayed:
+    launches = 7
+
+    def __init__(self, bench, graph):
+        self.bench, self.graph, self.tokens, self.eager = bench, graph, graph.tokens, graph.eager
+
+    def replay(self):
+        self.bench.steps += 1
+        if self.graph.steps < 2:
+            self.graph.replay()
+
+
+def entries(path):
+    """One eager step: three launches in two entries, and one between them."""
+    marks = [("ops.route", 0, 100), ("ops.sparse_attn", 200, 100)]
+    launches = [(10, 5_000, "a_kernel"), (50, 7_000, "b_kernel"), (150, 2_000, "c_kernel"), (210, 30_000, "sparse_attn_kernel")]
+    extra = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": 9, "ts": ts, "dur": dur} for name, ts, dur in marks
+    ]
+    for n, (at, dur, name) in enumerate(launches, 1):
+        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 9, "tid": 9, "ts": at, "dur": 5}
+        extra.append({**call, "args": {"correlation": n}})
+        args = {"device": 0, "stream": 7, "correlation": n, "grid": [4, 1, 1]}
+        done = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": at + 400, "dur": dur / 1e3}
+        extra.append({**done, "args": args})
+    kineto(path, [], extra=extra)
+
+
+def plan_of(*rungs, levels=(1, 2), commit="abc"):
+    return Plan("tp8", rungs, levels, 2, 384, SMALL.num_layers, commit)
+
+
+def climbed(small, path, *rungs, **options):
+    bench, saved = Bench(small, rungs), []
+    rows = climb(
+        plan_of(*rungs, **options),
+        bench,
+        bench.instruments(),
+        bench.gate,
+        path,
+        save=lambda rows: saved.append(len(rows)),
+        say=lambda row: None,
+    )
+    return rows, saved
+
+
+def test_a_row_holds_what_was_measured(small, tmp_path):
+    path = tmp_path / "card" / "ladder-tp8.json"
+    rows, saved = climbed(small, path, SLOW, QUICK)
+    assert [(row["rung"], row["concurrency"]) for row in rows] == [("slow", 1), ("slow", 2), ("quick", 1), ("quick", 2)]
+    assert saved == [1, 2, 3, 4]
+    row = rows[1]
+    assert (row["us_warm"], row["us_warm_low"], row["us_warm_high"]) == (40_000.0, 40_000.0, 40_000.0)
+    # 1.2 seconds hold 30 steps, and whole groups of four are 28
+    assert (row["timed_steps"], row["repeats"]) == (28, 3)
+    assert row["tokens_per_s"] == 50.0
+    assert row["bytes"] == sum(small.bytes(2).values()) > 10_000
+    assert row["floor_us"] == round(row["bytes"] / 4.0 / 1e6, 2)
+    assert row["times_floor"] == round(40_000 / (row["bytes"] / 4.0 / 1e6), 2)
+    hit = small.experts_hit(2)
+    assert row["experts_hit"] == {"mean": round(sum(hit) / 3, 2), "min": min(hit), "max": max(hit)}
+    profile = row["profile"]
+    assert (profile["steps"], profile["launches"]) == (4, 2)
+    assert profile["categories"]["attention"]["ms"] == pytest.approx(24.0, rel=0.01)
+    assert profile["categories"]["attention"]["share"] == pytest.approx(24 / 27, rel=0.01)
+    assert profile["categories"]["glue"]["ms"] == pytest.approx(3.0, rel=0.01)
+    assert row["entries"] == {
+        "sparse_attn": {"launches": 1, "us": 30.0},
+        "route": {"launches": 2, "us": 12.0},
+        "between the entries": {"launches": 1, "us": 2.0},
+    }
+    assert [gate["name"] for gate in row["gates"]] == [
+        "logits against the reference table",
+        "attention against float64",
+        "its worst row",
+    ]
+    assert 1e-4 < row["rel_err"] < 3e-3
+    # the trace of the profiled concurrency alone stays
+    assert [file.name for file in sorted(path.parent.iterdir())] == [
+        trace_path(path, name, 2).name for name in ("quick", "slow")
+    ]
+    assert "entries" not in rows[0]
+    assert "trace" not in rows[0]
+
+
+def test_what_fails_has_no_time_and_stops_nothing(small, tmp_path):
+    wrong, big = rung("slow", sparse_attn=loud), rung("variant", head=full)
+    rows, _ = climbed(small, tmp_path / "l.json", wrong, big, QUICK, levels=(1,))
+    told = {(row["rung"], row["concurrency"]): row for row in rows}
+    assert told["slow", 1]["error"].startswith("attention against float64 is off by 5.0")
+    assert told["slow", 1]["error"].endswith("e-02, the bound is 5.00e-03")
+    assert told["slow", 1]["rel_err"] == pytest.approx(0.05, rel=0.02)
+    assert told["variant", 2]["error"] == "out of memory: CUDA out of memory. Tried to allocate 9 GiB"
+    for key in (("slow", 1), ("slow", 2), ("variant", 1), ("variant", 2)):
+        assert not {"us_warm", "tokens_per_s", "profile", "floor_us"} & set(told[key])
+    assert told["quick", 2]["us_warm"] == 10_000.0
+
+
+def test_a_failed_logits_gate_is_no_time_either(small, tmp_path):
+    bench = Bench(small, [QUICK])
+    gate = Gate("logits against the reference table", float("nan"), 0.02)
+    rows = climb(
+        plan_of(QUICK, levels=(1,)),
+        bench,
+        bench.instruments(),
+        lambda ops: gate,
+        tmp_path / "l.json",
+        save=lambda rows: None,
+        say=lambda row: None,
+    )
+    assert [row["error"] for row in rows] == ["logits against the reference table is off by nan, the bound is 2.00e-02"] * 2
+    assert not any("us_warm" in row for row in rows)
+
+
+def test_a_second_run_measures_what_the_first_could_not(small, tmp_path):
+    path, plan = tmp_path / "ladder-tp8.json", plan_of(SLOW, rung("quick", head=full))
+    bench = Bench(small, plan.rungs)
+    request = Request(resume=True)
+    first = run(request, plan, bench, bench.instruments(), bench.gate, path)
+    assert ["error" in row for row in first["rows"]] == [False, False, True, True]
+    assert json.loads(path.read_text()) == first
+    plan = plan_of(SLOW, QUICK)
+    bench = Bench(small, plan.rungs)
+    again = run(request, plan, bench, bench.instruments(), bench.gate, path)
+    assert bench.ran == ["quick"]
+    assert again["rows"][:2] == first["rows"][:2]
+    assert [row["us_warm"] for row in again["rows"]] == [40_000.0, 40_000.0, 10_000.0, 10_000.0]
+    # another commit, another context: nothing of it counts
+    assert known(again["rows"], plan) == again["rows"]
+    assert known(again["rows"], plan_of(SLOW, QUICK, commit="def")) == []
+    assert known(again["rows"], replace(plan, context=128)) == []
+    assert len(known(again["rows"], replace(plan, rungs=(QUICK,)))) == 2
+
+
+def test_the_result_file_says_what_it_was(small, tmp_path):
+    plan = plan_of(SLOW, QUICK, VARIANT, levels=(2,))
+    bench = Bench(small, plan.rungs)
+    document = run(Request(layers=3), plan, bench, bench.instruments(), bench.gate, tmp_path / "l.json")
+    assert document["command"] == "deepdecode ladder --layers 3"
+    assert {key: document[key] for key in ("schema", "commit", "slice", "context", "layers", "profiled_concurrency")} == {
+        "schema": 1, "commit": "abc", "slice": "tp8", "context": 384, "layers": 3, "profiled_concurrency": 2,
+    }  # fmt: skip
+    assert document["rungs"] == rungs_told(plan.rungs)
+    below = {name: told["below"] for name, told in document["rungs"].items()}
+    assert below == {"slow": None, "quick": "slow", "variant": "slow"}
+
+
+def test_attention_gate_looks_at_every_kind_of_layer(small):
+    graph = small.graph(REFERENCE, 2)
+    tensor, row = attention_gate(REFERENCE, graph.eager)
+    # the window alone, with 16 chosen entries of ratio 4, with the ratio-128 entries padded to 64
+    assert tensor.note == "2 tokens, 1 heads, 128, 144, 192 keys"
+    assert tensor.passed
+    assert row.passed
+
+    def one_row(*args, **options):
+        out = REFERENCE.sparse_attn(*args, **options)
+        out[1, 0] *= 1.02
+        return out
+
+    tensor, row = attention_gate(replace(REFERENCE, sparse_attn=one_row), graph.eager)
+    assert row.error == pytest.approx(0.02, rel=0.1)
+    assert not row.passed
+    with pytest.raises(ValueError, match="attention gate: the step must call sparse_attn, got no call"):
+        attention_gate(REFERENCE, lambda ops: None)
+
+
+def test_logits_gate_knows_the_reference_from_a_broken_one(gate):
+    good = gate(REFERENCE)
+    assert good.passed
+    assert good.error == pytest.approx(good.bound / 2)
+    assert 1e-3 < good.bound < 0.1
+
+    def window_only(q, window, indices, lens, *rest, **options):
+        return REFERENCE.sparse_attn(q, window, indices, lens, **options)
+
+    assert not gate(replace(REFERENCE, sparse_attn=window_only)).passed
+    broken = gate(replace(REFERENCE, moe=lambda *args: REFERENCE.moe(*args) * float("nan")))
+    assert broken.error == float("inf")
+    assert not broken.passed
