@@ -18,6 +18,9 @@ from deepdecode.kernels.linear import KINDS, bits, layout_reason, product, weigh
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
 from deepdecode.kernels.widen import FP4, FP8
 
+# ids that a program looks at at once
+MAX_CHUNK = 512
+
 
 @triton.jit
 def _experts_of(ids_ptr, pair, pairs, first, E):
@@ -332,7 +335,7 @@ def launch(
         "KIND": KINDS[kind],
         "SHARED_KIND": KINDS[shared_kind],
         "BY_PAIR": by_pair,
-        "CHUNK": max(16, min(512, triton.next_power_of_2(pairs))),
+        "CHUNK": max(16, min(MAX_CHUNK, triton.next_power_of_2(pairs))),
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
         "INTERPRET": not x.is_cuda,

@@ -118,9 +118,17 @@ def _experts(
             return out
         fall_back("moe", f"x {list(x.shape)}, w13 {list(w13.shape)} {w13.dtype}", reason)
     inner = wide(x)
-    # the router's part plays no role here
-    pairs = [Weight(stored[n], stored[n + 1]) for n in range(0, 8, 2)]
-    w = MoeWeights(x, None, None, *pairs, first_expert)
+    w = MoeWeights(
+        # the router's part plays no role here
+        x,
+        None,
+        None,
+        Weight(w13, scale13),
+        Weight(w2, scale2),
+        Weight(shared13, shared_scale13),
+        Weight(shared2, shared_scale2),
+        first_expert,
+    )
     return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
 
 

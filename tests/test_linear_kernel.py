@@ -1,0 +1,128 @@
+"""The kernels of products against the float64 reference: interpreted without a GPU, compiled with one."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepdecode.cards import CARDS, find_card
+from deepdecode.ops.quant import E4M3, E8M0, Weight, dequantize
+from deepdecode.testing.experts import random_weight
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
+
+# Triton reads it when a kernel is defined, so before the import below
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton = pytest.importorskip("triton")
+
+from deepdecode.kernels import linear as kernel  # noqa: E402
+from deepdecode.kernels.linear_plan import Case, Config, plan, supports  # noqa: E402
+
+FP32_STEP = 1e-6  # the interpreter multiplies in float32
+KINDS = ("fp8", "fp8_f32", "fp4", "bf16", "f32")
+SMALL = Config(block_m=32, block_t=8, block_k=64, splits=1, num_warps=2, num_stages=2)
+
+
+def run(x, weight, config, out_dtype=torch.float32):
+    T, G, _ = x.shape
+    out = torch.empty(T, G, weight.shape[0] // G, dtype=out_dtype, device=x.device)
+    kernel.launch(x, weight.data, weight.scale, weight.kind, out, config)
+    return out
+
+
+def case(T, G, out, width, kind):
+    weight = random_weight(G * out, width, kind=kind, device="cpu", generator=torch.Generator().manual_seed(T))
+    x = torch.randn(T, G, width)
+    return x, weight, torch.einsum("tgk,gok->tgo", x.double(), dequantize(weight, torch.float64).view(G, out, width))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("splits", [1, 3])
+# one of each, odd rows with a tail of K, groups that end inside a scale's block, two tiles of tokens
+@pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 1, 32), (3, 1, 77, 96), (2, 2, 136, 160), (11, 1, 40, 256)])
+def test_interpreted_matches_reference(kind, splits, T, G, out, width):
+    x, weight, want = case(T, G, out, width, kind)
+    assert worst_row_err(run(x, weight, replace(SMALL, splits=splits)), want) < FP32_STEP
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_more_splits_than_there_is_of_k(kind):
+    x, weight, want = case(2, 1, 9, 64, kind)
+    assert rel_err(run(x, weight, replace(SMALL, splits=8)), want) < FP32_STEP
+
+
+def test_a_token_does_not_see_its_neighbours():
+    x, weight, _ = case(9, 1, 40, 96, "fp8")
+    whole = run(x, weight, SMALL)
+    assert same_bits(run(x[4:5], weight, SMALL), whole[4:5])
+    x[3, 0, 7], x[5, 0, 1] = float("nan"), float("inf")
+    got = run(x, weight, SMALL)
+    assert got[3].isnan().all()
+    assert not got[5].isfinite().any()
+    others = [0, 1, 2, 4, 6, 7, 8]
+    assert same_bits(got[others], whole[others])
+
+
+def test_every_code_and_scale_is_widened_exactly():
+    """A column of ones: the output is the code times its scale, from the lowest scale to NaN."""
+    x = torch.zeros(1, 1, 32)
+    x[0, 0, 5] = 1
+    for byte in (0, 1, 64, 127, 200, 246, 255):
+        codes = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 32).view(E4M3)
+        weight = Weight(codes, torch.full((2, 1), byte, dtype=torch.uint8).view(E8M0))
+        want = dequantize(weight)[:, 5]
+        assert torch.equal(run(x, weight, SMALL)[0, 0].nan_to_num(7), want.nan_to_num(7))
+        packed = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
+        weight = Weight(packed, torch.full((256, 1), byte, dtype=torch.uint8).view(E8M0))
+        assert torch.equal(run(x, weight, SMALL)[0, 0].nan_to_num(7), dequantize(weight)[:, 5].nan_to_num(7))
+
+
+def test_strided_rows():
+    """x cut from a wider tensor, and a weight's columns (a rank's part)."""
+    x, weight, _ = case(3, 1, 40, 256, "fp8")
+    half = Weight(weight.data[:, 128:], weight.scale[:, 1:])
+    want = x[..., 128:].double() @ dequantize(half, torch.float64).T
+    assert rel_err(run(x[..., 128:], half, SMALL), want) < FP32_STEP
+
+
+# ---- the plan
+
+
+SIZES = [(1, 1536, 4096), (1, 2624, 4096), (1, 40960, 1024), (8, 1024, 4096), (1, 4096, 8192), (1, 129280, 4096)]
+
+
+def test_plans_fit_every_card():
+    for card in CARDS:
+        for T in (1, 16, 64, 256, 512):
+            for G, out, K in SIZES:
+                for weight in ("fp8", "fp4", "bfloat16", "float32"):
+                    config = plan(Case(T, G, out, K, weight), card)
+                    assert config.splits == 1 or config.splits * 2 * config.block_k <= K
+                    # a weight tile of each stage; what the compiler adds is checked where it compiles
+                    size = {"fp8": 2, "fp4": 1, "bfloat16": 4, "float32": 8}[weight]
+                    assert config.block_m * config.block_k * size // 2 * config.num_stages < card.shared << 10
+
+
+def test_small_weights_fill_the_card():
+    h200 = find_card("H200")
+    config = plan(Case(1, 1, 1536, 4096, "fp8"), h200)
+    assert -(-1536 // config.block_m) * config.splits >= 132
+    assert plan(Case(1, 1, 129280, 4096, "bfloat16"), h200).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "x in float32, not bfloat16"),
+        ({"weight": "float64"}, "weights in float64"),
+        ({"out_dtype": "float64"}, "a result in float64"),
+    ],
+)
+def test_what_no_kernel_covers_is_named(change, reason):
+    some = Case(1, 1, 64, 64, "fp8")
+    assert supports(some, find_card("H200")) is None
+    assert supports(replace(some, **change), find_card("H200")) == reason
+    turing = replace(find_card("RTX 3090"), arch=75)
+    assert supports(some, turing) == "sm_75 has no bfloat16 tensor cores; sm_80 is the first that has"

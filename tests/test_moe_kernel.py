@@ -1,0 +1,115 @@
+"""The kernels of the experts against the float64 reference: interpreted without a GPU, compiled with one."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepdecode.cards import CARDS, find_card
+from deepdecode.ops.moe import moe_ref
+from deepdecode.testing.experts import random_experts, random_routes
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
+
+# Triton reads it when a kernel is defined, so before the import below
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton = pytest.importorskip("triton")
+
+from deepdecode.kernels import moe as kernel  # noqa: E402
+from deepdecode.kernels.moe_plan import Case, Config, plan, supports  # noqa: E402
+
+FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 there
+LIMIT = 10.0
+SMALL = Config(block_i=16, block_k=64, block_m=32, block_k2=64, block_t=8, shared_t=8, num_warps=2, num_stages=2)
+
+
+def run(x, ids, weights, w, config=SMALL):
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    out = torch.empty_like(x)
+    kernel.launch(x, ids, weights, *stored, w.w13.kind, w.shared13.kind, w.first_expert, LIMIT, out, config)
+    return out
+
+
+def check(x, ids, weights, w, config=SMALL):
+    out = run(x, ids, weights, w, config)
+    want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
+    assert rel_err(out, want) < FP32_STEP
+    assert worst_row_err(out, want) < 4 * FP32_STEP
+    return out
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("fp4", "fp8"), ("fp8", "fp8"), ("fp8_f32", "fp8_f32"), ("bf16", "f32")])
+# fewer pairs than experts, odd widths and a shared expert of another, more pairs than experts
+@pytest.mark.parametrize(
+    ("T", "E", "k", "C", "I", "shared_I"), [(1, 16, 2, 32, 32, 32), (7, 5, 3, 160, 96, 32), (12, 6, 4, 64, 32, 64)]
+)
+def test_interpreted_matches_reference(kind, shared, T, E, k, C, I, shared_I):
+    """Experts of this rank are 2 .. E + 1 of E + 3; half the pre-activations meet the clamp."""
+    w = random_experts(E, C, I, shared_I, kind=kind, shared=shared, first=2)
+    check(8 * torch.randn(T, C), *random_routes(T, E + 3, k), w)
+
+
+def test_hostile_routes():
+    w = random_experts(9, 64, 32, 32, first=4)
+    for T in (1, 5):
+        x, (ids, weights) = torch.randn(T, 64), random_routes(T, 13, 3)
+        nan = torch.full_like(weights, float("nan"))
+        none = check(x, torch.full_like(ids, -1), nan, w)
+        assert same_bits(run(x, torch.full_like(ids, 13), nan, w), none)
+        assert same_bits(run(x, ids[:, :0], weights[:, :0], w), none)
+        # all on one expert, twice and more for a token: several tiles of pairs
+        check(x, torch.full_like(ids, 7), weights, w)
+        wild = ids.clone()
+        wild[:, 0], wild[:, 2] = 2**31 - 1, -(2**31)
+        check(x, wild, torch.where(wild == ids, weights, 0), w)
+        assert run(x, wild, torch.where(wild == ids, weights, nan), w).isfinite().all()
+        # int64 ids are not cut to 32 bits: this one would be expert 4
+        far = torch.where(wild == ids, ids.long(), 2**32 + 4)
+        assert same_bits(run(x, far, weights, w), run(x, wild, weights, w))
+
+
+def test_pairs_are_collected_over_many_chunks(monkeypatch):
+    """Ranks of pairs run on where a chunk of ids ends."""
+    w, (ids, weights), x = random_experts(3, 32, 32, 32), random_routes(20, 4, 2), torch.randn(20, 32)
+    want = check(x, ids, weights, w)
+    monkeypatch.setattr(kernel, "MAX_CHUNK", 16)
+    assert same_bits(run(x, ids, weights, w), want)
+    assert same_bits(run(x[:1], ids[:1], weights[:1], w), want[:1])
+
+
+def test_a_nan_stays_in_its_token_and_shows():
+    w, (ids, weights), x = random_experts(4, 64, 32, 32), random_routes(5, 4, 2), torch.randn(5, 64)
+    clean = run(x, ids, weights, w)
+    x[2, 9] = float("nan")
+    out = run(x, ids, weights, w)
+    assert out[2].isnan().all()
+    assert same_bits(out[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+# ---- the plan
+
+
+def test_plans_fit_every_card():
+    for card in CARDS:
+        for T in (1, 16, 64, 256, 512):
+            for E, I in ((256, 2048), (256, 256), (32, 2048), (8, 64)):
+                config = plan(Case(T, 6, E, 4096, I, I), card)
+                assert max(2 * config.block_i, config.block_m) * config.block_k * config.num_stages < card.shared << 10
+                assert config.block_k <= 128 and config.block_k2 <= 128
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "x in float32, not bfloat16"),
+        ({"shared": "float64"}, "weights in float64"),
+        ({"expert_weights": "float64"}, "routing weights in float64, not float32"),
+        ({"E": 0}, "no token, no expert or an expert of width 0"),
+    ],
+)
+def test_what_no_kernel_covers_is_named(change, reason):
+    some = Case(1, 6, 256, 4096, 2048, 2048)
+    assert supports(some, find_card("H200")) is None
+    assert supports(replace(some, **change), find_card("H200")) == reason
