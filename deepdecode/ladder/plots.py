@@ -37,11 +37,16 @@ def plot_ladder(document: dict[str, Any], path: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is missing.
     """
+    import matplotlib
+
     drawn = []
-    if profiled(document):
-        drawn.append(_save(_stacked(document), path.with_name(f"{path.stem}_categories.png")))
-    if any("tokens_per_s" in row for row in document["rows"]):
-        drawn.append(_save(_speeds(document), path.with_name(f"{path.stem}_tokens.png")))
+    with matplotlib.rc_context():
+        # white paper, whatever the reader's own style is
+        matplotlib.rcdefaults()
+        if profiled(document):
+            drawn.append(_save(_stacked(document), path.with_name(f"{path.stem}_categories.png")))
+        if any("tokens_per_s" in row for row in document["rows"]):
+            drawn.append(_save(_speeds(document), path.with_name(f"{path.stem}_tokens.png")))
     return drawn
 
 

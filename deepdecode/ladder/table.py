@@ -1,5 +1,6 @@
 """What was measured, as documents: the campaign's table, where a step's time goes, launches, gates, and how it was done."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,8 +123,7 @@ def gate_table(document: Document) -> Table:
     for row in document["rows"]:
         for gate in row.get("gates", ()):
             key = row["rung"], gate["name"]
-            # "not <=", so that a NaN is the worst there is
-            if key not in worst or not gate["error"] <= worst[key]["error"]:
+            if key not in worst or _size(gate["error"]) > _size(worst[key]["error"]):
                 worst[key] = gate
     lines = [
         (rung, name, f"{gate['error']:.2e}", f"{gate['bound']:.2e}", "passed" if gate["passed"] else "FAILED", gate["note"])
@@ -152,6 +152,11 @@ def _method(document: Document) -> list[str]:
 
 def _category(row: Row, name: str) -> dict[str, Any]:
     return row["profile"]["categories"].get(name, {"ms": 0.0, "share": 0.0, "launches": 0.0})
+
+
+def _size(error: float) -> float:
+    """A NaN is the worst there is."""
+    return math.inf if math.isnan(error) else error
 
 
 def _times(value: float | None) -> str:
