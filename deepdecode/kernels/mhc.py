@@ -1,0 +1,315 @@
+"""Hyper-connections between two sublayers: post of one, pre of the next and its RMSNorm, in two launches.
+
+The first cuts the channels over programs, since one token's mixing product reads 24 x 4C weights: each program writes its
+channels of the new streams and takes their part of the product and of the sum of squares. The second has the sums, so it makes
+the gates, reads the sublayer's input from the streams and norms it; Sinkhorn stands in a program of its own beside that one,
+because 39 dependent steps take as long and nothing before the next boundary needs them.
+
+The streams are bfloat16, so splitting the float32 weights into two bfloat16 keeps 16 bits of them in two tensor-core products.
+How the channels are cut depends on C alone, and parts are summed in their order: a token's bits do not depend on the batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# rows of the mixing product: of a layer's site (4 read, 4 write, 16 stream to stream) and of the head's (4 read)
+SITE_ROWS, HEAD_ROWS = 24, 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_c: channels of each stream in a program of the first launch; block_t: tokens of one."""
+
+    block_c: int
+    block_t: int
+    mix_warps: int
+    read_warps: int
+    pdl: bool
+
+
+def plan(C: int, arch: int) -> Config:
+    """Choose both launches. Pure; nothing depends on the number of tokens."""
+    return Config(block_c=32, block_t=16, mix_warps=4, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
+
+
+def supports(T: int, C: int, streams: str, fn: str) -> str | None:
+    """Why no kernel runs; None if one does. streams, fn: their dtypes by name."""
+    if streams != "bfloat16" or fn != "float32":
+        return f"streams and fn must be bfloat16 and float32, got {streams} and {fn}"
+    if C % 32 or C > 8192:
+        return f"C must be a multiple of 32 up to 8192, got {C}"
+    if T > 65535 * 16:
+        return f"T must be at most {65535 * 16}, got {T}"
+    return None
+
+
+@triton.jit
+def _part(acc, streams, w, INTERPRET: tl.constexpr):
+    """acc [R, T] + w [R, C] @ streams [T, C]^T, w in two bfloat16 parts."""
+    if INTERPRET:
+        return tl.dot(w, tl.trans(streams), acc, input_precision="ieee")
+    s = tl.trans(streams.to(tl.bfloat16))
+    high = w.to(tl.bfloat16)
+    low = (w - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(high, s, tl.dot(low, s, acc))
+
+
+@triton.jit(do_not_specialize=["T"])
+def mhc_mix_kernel(
+    y_ptr,
+    streams_ptr,
+    post_ptr,
+    comb_ptr,
+    fn_ptr,
+    out_ptr,
+    part_ptr,
+    T,
+    C,
+    HAS_Y: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """part[split, t, r]: this split's share of row r's product, and in row ROWS of the sum of squares."""
+    split = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = split * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = tl.arange(0, BLOCK_R)
+    live = t < T
+    row = t.to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # weights do not wait for the kernel before
+    weight = fn_ptr + r[:, None] * (4 * C) + c[None, :]
+    known = (r < ROWS)[:, None]
+    w0 = tl.load(weight, mask=known, other=0.0)  # [BLOCK_R, BLOCK_C]
+    w1 = tl.load(weight + C, mask=known, other=0.0)
+    w2 = tl.load(weight + 2 * C, mask=known, other=0.0)
+    w3 = tl.load(weight + 3 * C, mask=known, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = row[:, None] * (4 * C) + c[None, :]
+    h0 = tl.load(streams_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_C]
+    h1 = tl.load(streams_ptr + at + C, mask=live[:, None], other=0.0).to(tl.float32)
+    h2 = tl.load(streams_ptr + at + 2 * C, mask=live[:, None], other=0.0).to(tl.float32)
+    h3 = tl.load(streams_ptr + at + 3 * C, mask=live[:, None], other=0.0).to(tl.float32)
+    if HAS_Y:
+        y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        n0 = _post(post_ptr, comb_ptr, row, live, 0, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n1 = _post(post_ptr, comb_ptr, row, live, 1, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n2 = _post(post_ptr, comb_ptr, row, live, 2, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n3 = _post(post_ptr, comb_ptr, row, live, 3, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, n0, mask=live[:, None])
+        tl.store(out_ptr + at + C, n1, mask=live[:, None])
+        tl.store(out_ptr + at + 2 * C, n2, mask=live[:, None])
+        tl.store(out_ptr + at + 3 * C, n3, mask=live[:, None])
+        h0, h1, h2, h3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
+    acc = _part(acc, h0, w0, INTERPRET)
+    acc = _part(acc, h1, w1, INTERPRET)
+    acc = _part(acc, h2, w2, INTERPRET)
+    acc = _part(acc, h3, w3, INTERPRET)
+    squares = tl.sum(h0 * h0 + h1 * h1 + (h2 * h2 + h3 * h3), 1)  # [BLOCK_T]
+    acc = tl.where((r == ROWS)[:, None], squares[None, :], acc)
+    tl.store(part_ptr + (split.to(tl.int64) * T + row)[None, :] * BLOCK_R + r[:, None], acc, mask=live[None, :])
+
+
+@triton.jit
+def _post(post_ptr, comb_ptr, row, live, k: tl.constexpr, y, h0, h1, h2, h3):
+    """Stream k after the sublayer: its share of y, and of each stream j by comb[j, k]."""
+    p = tl.load(post_ptr + row * 4 + k, mask=live, other=0.0)[:, None]
+    c0 = tl.load(comb_ptr + row * 16 + k, mask=live, other=0.0)[:, None]
+    c1 = tl.load(comb_ptr + row * 16 + 4 + k, mask=live, other=0.0)[:, None]
+    c2 = tl.load(comb_ptr + row * 16 + 8 + k, mask=live, other=0.0)[:, None]
+    c3 = tl.load(comb_ptr + row * 16 + 12 + k, mask=live, other=0.0)[:, None]
+    return p * y + (c0 * h0 + c1 * h1 + (c2 * h2 + c3 * h3))
+
+
+@triton.jit
+def _pick(m, r, i: tl.constexpr):
+    return tl.sum(tl.where(r == i, m, 0.0))
+
+
+@triton.jit
+def _softmax4(a, b, c, d, eps):
+    peak = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - peak), tl.exp(b - peak), tl.exp(c - peak), tl.exp(d - peak)
+    total = (a + b) + (c + d)
+    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
+
+
+@triton.jit
+def _balance4(a, b, c, d, eps):
+    """Four numbers over their sum plus eps."""
+    unit = 1.0 / ((a + b) + (c + d) + eps)
+    return a * unit, b * unit, c * unit, d * unit
+
+
+@triton.jit(do_not_specialize=["T"])
+def mhc_read_kernel(
+    streams_ptr,
+    part_ptr,
+    base_ptr,
+    scale_ptr,
+    norm_ptr,
+    x_ptr,
+    post_ptr,
+    comb_ptr,
+    T,
+    C,
+    splits,
+    norm_eps,
+    hc_eps,
+    iters,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, 0) reads and norms token t's input; (t, 1) makes the gates that the next boundary writes with."""
+    t = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    base = tl.load(base_ptr + r, mask=r < ROWS, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    parts = tl.load(part_ptr + (s[:, None] * T + t) * BLOCK_R + r[None, :], mask=(s < splits)[:, None], other=0.0)
+    if tl.program_id(1) == 0:
+        c = tl.arange(0, BLOCK_C)
+        stream = streams_ptr + t * 4 * C + c
+        h0 = tl.load(stream, mask=c < C, other=0.0)
+        h1 = tl.load(stream + C, mask=c < C, other=0.0)
+        h2 = tl.load(stream + 2 * C, mask=c < C, other=0.0)
+        h3 = tl.load(stream + 3 * C, mask=c < C, other=0.0)
+        norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        m = tl.sum(parts, 0)  # [BLOCK_R]
+        m = m * tl.rsqrt(_pick(m, r, ROWS) / (4 * C) + norm_eps)
+        gate = 1.0 / (1.0 + tl.exp(-(m * tl.load(scale_ptr) + base))) + hc_eps
+        x = _pick(gate, r, 0) * h0.to(tl.float32) + _pick(gate, r, 1) * h1.to(tl.float32)
+        x += _pick(gate, r, 2) * h2.to(tl.float32) + _pick(gate, r, 3) * h3.to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x) / C + norm_eps) * norm
+        tl.store(x_ptr + t * C + c, x.to(x_ptr.dtype.element_ty), mask=c < C)
+    elif ROWS == 24:
+        m = tl.sum(parts, 0)
+        m = m * tl.rsqrt(_pick(m, r, ROWS) / (4 * C) + norm_eps)
+        scale = tl.where(r < 8, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
+        m = m * scale + base
+        post = 2.0 / (1.0 + tl.exp(-m))
+        tl.store(post_ptr + t * 4 + r - 4, post, mask=(r >= 4) & (r < 8))
+        c00, c01, c02, c03 = _softmax4(_pick(m, r, 8), _pick(m, r, 9), _pick(m, r, 10), _pick(m, r, 11), hc_eps)
+        c10, c11, c12, c13 = _softmax4(_pick(m, r, 12), _pick(m, r, 13), _pick(m, r, 14), _pick(m, r, 15), hc_eps)
+        c20, c21, c22, c23 = _softmax4(_pick(m, r, 16), _pick(m, r, 17), _pick(m, r, 18), _pick(m, r, 19), hc_eps)
+        c30, c31, c32, c33 = _softmax4(_pick(m, r, 20), _pick(m, r, 21), _pick(m, r, 22), _pick(m, r, 23), hc_eps)
+        for step in range(iters):
+            if step > 0:
+                c00, c01, c02, c03 = _balance4(c00, c01, c02, c03, hc_eps)
+                c10, c11, c12, c13 = _balance4(c10, c11, c12, c13, hc_eps)
+                c20, c21, c22, c23 = _balance4(c20, c21, c22, c23, hc_eps)
+                c30, c31, c32, c33 = _balance4(c30, c31, c32, c33, hc_eps)
+            c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps)
+            c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps)
+            c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps)
+            c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps)
+        at = comb_ptr + t * 16
+        tl.store(at, c00)
+        tl.store(at + 1, c01)
+        tl.store(at + 2, c02)
+        tl.store(at + 3, c03)
+        tl.store(at + 4, c10)
+        tl.store(at + 5, c11)
+        tl.store(at + 6, c12)
+        tl.store(at + 7, c13)
+        tl.store(at + 8, c20)
+        tl.store(at + 9, c21)
+        tl.store(at + 10, c22)
+        tl.store(at + 11, c23)
+        tl.store(at + 12, c30)
+        tl.store(at + 13, c31)
+        tl.store(at + 14, c32)
+        tl.store(at + 15, c33)
+
+
+def launch(
+    y: torch.Tensor | None,
+    streams: torch.Tensor,
+    post: torch.Tensor | None,
+    comb: torch.Tensor | None,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    config: Config,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Streams [T, 4, C], x [T, C], post [T, 4] and comb [T, 4, 4]; the last two None for a head's site (fn of 4 rows).
+
+    All arguments are contiguous and checked, T > 0. Without y the streams come back as they are.
+    """
+    T, _, C = streams.shape
+    rows = fn.shape[0]
+    block_r = triton.next_power_of_2(rows + 1)
+    block_r = max(16, block_r)
+    splits = triton.cdiv(C, config.block_c)
+    out = streams if y is None else torch.empty_like(streams)
+    part = torch.empty(splits, T, block_r, dtype=torch.float32, device=streams.device)
+    x = torch.empty(T, C, dtype=streams.dtype, device=streams.device)
+    site = rows == SITE_ROWS
+    new_post = torch.empty(T, 4, dtype=torch.float32, device=streams.device) if site else None
+    new_comb = torch.empty(T, 4, 4, dtype=torch.float32, device=streams.device) if site else None
+    pdl = {"launch_pdl": True} if config.pdl else {}
+    mhc_mix_kernel[splits, triton.cdiv(T, config.block_t)](
+        y,
+        streams,
+        post,
+        comb,
+        fn,
+        out,
+        part,
+        T,
+        C,
+        HAS_Y=y is not None,
+        ROWS=rows,
+        BLOCK_R=block_r,
+        BLOCK_T=config.block_t,
+        BLOCK_C=config.block_c,
+        PDL=config.pdl,
+        INTERPRET=not streams.is_cuda,
+        num_warps=config.mix_warps,
+        **pdl,
+    )
+    mhc_read_kernel[T, 2 if site else 1](
+        out,
+        part,
+        base,
+        scale,
+        norm,
+        x,
+        new_post,
+        new_comb,
+        T,
+        C,
+        splits,
+        norm_eps,
+        hc_eps,
+        iters,
+        ROWS=rows,
+        BLOCK_R=block_r,
+        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_C=triton.next_power_of_2(C),
+        PDL=config.pdl,
+        num_warps=config.read_warps,
+        **pdl,
+    )
+    return out, x, new_post, new_comb
