@@ -20,6 +20,52 @@ def index_logits_ref(index_q: Tensor, index_weights: Tensor, keys: Tensor) -> Te
     return torch.einsum("th,thn->tn", index_weights, (index_q @ keys.mT).relu())
 
 
+def index_topk_ref(
+    index_q: Tensor,
+    index_weights: Tensor,
+    keys: PagedRows,
+    block_tables: Tensor,
+    slots: Tensor,
+    lens: Tensor,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """Indices [T, topk] and lengths [T] of `index_topk`, in float64 for a float64 query, else float32."""
+    T, device = len(index_q), index_q.device
+    live = (slots >= 0) & (slots < block_tables.shape[0])
+    N = block_tables.shape[1] * keys.page_size
+    lens = torch.where(live, lens, 0).clamp(0, N)
+    if readable(lens):
+        # leave out what no token sees
+        N = int(lens.max()) if T else 0
+    indices = torch.full((T, topk), -1, dtype=torch.int32, device=device)
+    found = torch.zeros(T, dtype=torch.int32, device=device)
+    if not T or not N:
+        return indices, found
+    # a prefill's tokens share their sequence's keys
+    shared = readable(slots) and T > 1 and bool((slots == slots[0]).all())
+    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+    # [T, N] at most: physical rows, scores, and a few masks
+    step = max(1, _CHUNK_BYTES // (32 * N))
+    for start in range(0, T, step):
+        part = slice(start, start + step)
+        table = block_tables[torch.where(live, slots, 0)[part].long()]
+        rows = _physical(table[:1] if shared else table, keys, N)
+        entry = torch.arange(N, device=device)
+        visible = (entry < lens[part, None]) & (rows >= 0)
+        if topk >= N:
+            # all that is visible is chosen: no score can change that
+            chosen = visible
+        else:
+            logits = _scores(index_q[part].to(dtype), index_weights[part].to(dtype), keys, rows)
+            chosen = _choose(logits, visible, topk)
+        # each chosen entry's place among the chosen; the others go to a column that is cut off
+        place = torch.where(chosen, chosen.cumsum(dim=1) - 1, topk)
+        packed = torch.full((len(place), topk + 1), -1, dtype=torch.int32, device=device)
+        indices[part] = packed.scatter_(1, place, rows.expand_as(place))[:, :topk]
+        found[part] = chosen.sum(dim=1)
+    return indices, found
+
+
 def index_topk(
     index_q: Tensor,
     index_weights: Tensor,
@@ -62,39 +108,36 @@ def index_topk(
         raise ValueError(f"index_topk: keys must be on {device}, got {keys.data.device}")
     if topk < 1:
         raise ValueError(f"index_topk: topk must be >= 1, got {topk}")
-    live = (slots >= 0) & (slots < block_tables.shape[0])
-    N = block_tables.shape[1] * keys.page_size
-    lens = torch.where(live, lens, 0).clamp(0, N)
-    if readable(lens):
-        # leave out what no token sees
-        N = int(lens.max()) if T else 0
-    indices = torch.full((T, topk), -1, dtype=torch.int32, device=device)
-    found = torch.zeros(T, dtype=torch.int32, device=device)
-    if not T or not N:
-        return indices, found
-    # a prefill's tokens share their sequence's keys
-    shared = readable(slots) and T > 1 and bool((slots == slots[0]).all())
-    dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
-    # [T, N] at most: physical rows, scores, and a few masks
-    step = max(1, _CHUNK_BYTES // (32 * N))
-    for start in range(0, T, step):
-        part = slice(start, start + step)
-        table = block_tables[torch.where(live, slots, 0)[part].long()]
-        rows = _physical(table[:1] if shared else table, keys, N)
-        entry = torch.arange(N, device=device)
-        visible = (entry < lens[part, None]) & (rows >= 0)
-        if topk >= N:
-            # all that is visible is chosen: no score can change that
-            chosen = visible
-        else:
-            logits = _scores(index_q[part].to(dtype), index_weights[part].to(dtype), keys, rows)
-            chosen = _choose(logits, visible, topk)
-        # each chosen entry's place among the chosen; the others go to a column that is cut off
-        place = torch.where(chosen, chosen.cumsum(dim=1) - 1, topk)
-        packed = torch.full((len(place), topk + 1), -1, dtype=torch.int32, device=device)
-        indices[part] = packed.scatter_(1, place, rows.expand_as(place))[:, :topk]
-        found[part] = chosen.sum(dim=1)
-    return indices, found
+    if not T:
+        return lens.new_empty(0, topk), lens.new_empty(0)
+    # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB
+    plain = type(index_q) is Tensor and readable(index_q) and not torch.compiler.is_compiling()
+    choose = _index_topk if plain else _index_topk_op
+    return choose(index_q, index_weights, keys.data, keys.page_size, keys.fmt, block_tables, slots, lens, topk)
+
+
+def _index_topk(
+    index_q: Tensor,
+    index_weights: Tensor,
+    keys: Tensor,
+    page_size: int,
+    fmt: str,
+    block_tables: Tensor,
+    slots: Tensor,
+    lens: Tensor,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """What `index_topk` gives, of arguments that it has checked: the kernel where there is one, else the reference."""
+    rows = PagedRows(keys, page_size, fmt)
+    return index_topk_ref(index_q, index_weights, rows, block_tables, slots, lens, topk)
+
+
+_index_topk_op = torch.library.custom_op("deepdecode::index_topk", _index_topk, mutates_args=())
+
+
+@_index_topk_op.register_fake
+def _(index_q, index_weights, keys, page_size, fmt, block_tables, slots, lens, topk):
+    return lens.new_empty(len(index_q), topk), lens.new_empty(len(index_q))
 
 
 def _physical(table: Tensor, keys: PagedRows, N: int) -> Tensor:

@@ -1,0 +1,419 @@
+"""The indexer on tensor cores: scores of paged keys split over programs, then the topk best of each token.
+
+Scores: keys stand on the M side of S = K Q^T, so the sum over heads stays inside a row of the accumulator. E4M3 codes are
+widened to float16, which holds each of them and each product's float32 sum exactly as far as the tensor core does; Hopper's
+FP8 instructions keep fewer bits of the sum.
+
+A score becomes an int32 of the same order, its `rank`: NaN stands with +infinity, both zeros are one, an entry that is not
+visible is the smallest int32, which no score is. The selection searches the bar by halving the interval of ranks.
+
+A token that sees no more entries than topk is not scored: the launch does not know, the program finds out from the length.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepdecode.kernels.indexer_plan import WORKSPACE_BYTES, Case, Config, row_stride, select_blocks, workspace_ints
+from deepdecode.ops.rows import PagedRows
+
+HIDDEN = tl.constexpr(-(2**31))
+INFINITY = tl.constexpr(0x7F800000)
+# lanes that the selection writes at a time
+CHUNK = 4096
+# a grid's second dimension
+MAX_TOKENS = 65535
+
+
+@triton.jit
+def _place(codes):
+    """uint8 E4M3 -> float16, 2**-8 of the value: sign and the other 7 bits in place, NaN codes made NaN."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, u, v;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 u, a, 1;
+        shr.u32 v, b, 1;
+        and.b32 u, u, 0x3f803f80;
+        and.b32 v, v, 0x3f803f80;
+        add.u32 s, u, 0x00800080;
+        add.u32 t, v, 0x00800080;
+        and.b32 s, s, 0x40004000;
+        and.b32 t, t, 0x40004000;
+        or.b32 u, u, s;
+        or.b32 v, v, t;
+        lop3.b32 $0, a, 0x80008000, u, 0xea;
+        lop3.b32 $1, b, 0x80008000, v, 0xea;
+        }""",
+        "=r,=r,r",
+        [codes],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _widen(tile, WIDEN: tl.constexpr):
+    """A tile of keys or of the query as `tl.dot` takes it."""
+    if WIDEN == "bits":
+        return _place(tile)
+    elif WIDEN == "f16":  # noqa: RET505 (a jitted function goes on after an if without else)
+        return tile.to(tl.float16)
+    else:
+        return tile
+
+
+@triton.jit(
+    do_not_specialize=["heads", "cache_pages", "table_rows", "table_pages", "rank_stride", "best_stride", "splits", "topk"]
+)
+def indexer_score_kernel(
+    q_ptr,
+    weights_ptr,
+    keys_ptr,
+    tables_ptr,
+    slots_ptr,
+    lens_ptr,
+    ranks_ptr,
+    bests_ptr,
+    heads,
+    cache_pages,
+    table_rows,
+    table_pages,
+    page_stride,
+    rank_stride,
+    best_stride,
+    splits,
+    topk,
+    FP8: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PAGE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ranks of one token's entries, tile by tile, and the best of each GROUP of them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + t)
+    length = tl.minimum(tl.load(lens_ptr + t), table_pages * PAGE)
+    known = (slot >= 0) & (slot < table_rows)
+    length = tl.where(known, length, 0)
+    table_ptr = tables_ptr + tl.where(known, slot, 0).to(tl.int64) * table_pages
+    tiles = tl.cdiv(tl.maximum(length, 0), BLOCK_N)
+    each = tl.cdiv(tiles, splits)
+    first = tl.program_id(0) * each
+    last = tl.minimum(first + each, tiles)
+
+    head = tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, 128)
+    q = tl.load(q_ptr + (t * heads + head)[:, None] * 128 + channel[None, :], mask=(head < heads)[:, None], other=0.0)
+    q = tl.trans(_widen(q, WIDEN))  # [128, BLOCK_H]
+    weight = tl.load(weights_ptr + t * heads + head, mask=head < heads, other=0.0)
+    # both sides of a placed product are 2**-8 of the value
+    UNIT: tl.constexpr = 65536.0 if WIDEN == "bits" else 1.0
+    ranks_ptr += t * rank_stride
+    bests_ptr += t * best_stride
+    if length > topk:
+        for tile in tl.range(first, last, num_stages=STAGES):
+            entry = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            page = tl.load(table_ptr + entry // PAGE, mask=entry < length, other=-1)
+            live = (page >= 0) & (page < cache_pages)
+            page_ptr = keys_ptr + tl.where(live, page, 0).to(tl.int64) * page_stride  # [BLOCK_N]
+            row_ptr = tl.multiple_of(page_ptr + (entry % PAGE) * 128, ALIGN)
+            keys = tl.load(row_ptr[:, None] + channel[None, :], mask=live[:, None], other=0.0)
+            dots = tl.dot(_widen(keys, WIDEN), q)  # [BLOCK_N, BLOCK_H]
+            hits = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            score = tl.sum(hits, 1)
+            if FP8:
+                scale_ptr = (page_ptr + PAGE * 128).to(tl.pointer_type(tl.float32)) + entry % PAGE
+                scale = tl.load(scale_ptr, mask=live, other=0.0) * UNIT
+                # a scale of infinity makes NaN of its row's zeros
+                score = tl.where(tl.abs(scale) < float("inf"), score * scale, float("nan"))
+            bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+            rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            rank = tl.where(score == score, rank, INFINITY)
+            rank = tl.where(live, rank, HIDDEN)
+            tl.store(ranks_ptr + entry, rank)
+            if GROUP:
+                best = tl.max(tl.reshape(rank, (BLOCK_N // GROUP, GROUP)), 1)
+                tl.store(bests_ptr + tile * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP), best)
+    else:
+        for tile in range(first, last):
+            entry = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            page = tl.load(table_ptr + entry // PAGE, mask=entry < length, other=-1)
+            tl.store(ranks_ptr + entry, tl.where((page >= 0) & (page < cache_pages), 0, HIDDEN))
+
+
+@triton.jit
+def _bar(rank, topk):
+    """The smallest rank that is chosen, and how many of the lanes that hold it are: topk lanes in all, or all visible ones."""
+    visible = rank > HIDDEN
+    at_low = tl.sum(visible.to(tl.int32), 0)
+    high = tl.max(rank, 0)
+    low = tl.min(tl.where(visible, rank, high), 0)
+    high += 1
+    # at_low lanes, topk or more, hold low or more; fewer than topk hold high or more
+    while (at_low > topk) & (low + 1 < high):
+        middle = (low & high) + ((low ^ high) >> 1)
+        count = tl.sum((rank >= middle).to(tl.int32), 0)
+        enough = count >= topk
+        low = tl.where(enough, middle, low)
+        at_low = tl.where(enough, count, at_low)
+        high = tl.where(enough, high, middle)
+    tied = tl.sum((rank == low).to(tl.int32), 0)
+    # without a visible lane low is HIDDEN
+    return tl.maximum(low, HIDDEN + 1), tl.minimum(tied, topk - (at_low - tied))
+
+
+@triton.jit
+def _places(rank, bar, spare, before):
+    """Which lanes are chosen, and where they go; `before` carries both counts from one chunk of lanes to the next."""
+    above = rank > bar
+    tied = rank == bar
+    # two counts in one scan: lanes above the bar, lanes that hold it
+    one = (above.to(tl.int32) << 16) | tied.to(tl.int32)
+    seen = tl.cumsum(one, 0) - one + before
+    ties = seen & 0xFFFF
+    return above | (tied & (ties < spare)), (seen >> 16) + tl.minimum(ties, spare), before + tl.sum(one, 0)
+
+
+@triton.jit
+def _entry(lane, lanes, passed_ptr, grouped, GROUP: tl.constexpr):
+    """The entry of each lane: the lane itself, or its place in the group that passed."""
+    entry = lane
+    if GROUP:
+        group = lane // GROUP
+        if grouped:
+            group = tl.load(passed_ptr + group, mask=lane < lanes, other=0)
+        entry = group * GROUP + lane % GROUP
+    return entry
+
+
+@triton.jit(do_not_specialize=["table_rows", "table_pages", "rank_stride", "best_stride", "topk"])
+def indexer_topk_kernel(
+    ranks_ptr,
+    bests_ptr,
+    passed_ptr,
+    tables_ptr,
+    slots_ptr,
+    lens_ptr,
+    indices_ptr,
+    found_ptr,
+    table_rows,
+    table_pages,
+    rank_stride,
+    best_stride,
+    topk,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The topk best entries of one token, in their order, as physical rows."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t)
+    length = tl.minimum(tl.load(lens_ptr + t), table_pages * PAGE)
+    known = (slot >= 0) & (slot < table_rows)
+    length = tl.where(known, tl.maximum(length, 0), 0)
+    table_ptr = tables_ptr + tl.where(known, slot, 0).to(tl.int64) * table_pages
+    ranks_ptr += t * rank_stride
+    bests_ptr += t * best_stride
+    passed_ptr += t * topk
+    indices_ptr += t * topk
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lanes = length
+    grouped = False
+    if GROUP:
+        groups = tl.cdiv(length, GROUP)
+        grouped = groups > topk
+        if grouped:
+            g = tl.arange(0, BLOCK_G)
+            bar, spare = _bar(tl.load(bests_ptr + g, mask=g < groups, other=HIDDEN), topk)
+            count = 0
+            for start in range(0, BLOCK_G, min(CHUNK, BLOCK_G)):
+                some = start + tl.arange(0, min(CHUNK, BLOCK_G))
+                best = tl.load(bests_ptr + some, mask=some < groups, other=HIDDEN)
+                passes, place, count = _places(best, bar, spare, count)
+                tl.store(passed_ptr + place, some, mask=passes)
+            lanes = ((count >> 16) + tl.minimum(count & 0xFFFF, spare)) * GROUP
+            # other threads of this program read what was stored
+            tl.debug_barrier()
+    lane = tl.arange(0, BLOCK_N)
+    entry = _entry(lane, lanes, passed_ptr, grouped, GROUP)
+    bar, spare = _bar(tl.load(ranks_ptr + entry, mask=(lane < lanes) & (entry < length), other=HIDDEN), topk)
+    count = 0
+    for start in range(0, BLOCK_N, min(CHUNK, BLOCK_N)):
+        some = start + tl.arange(0, min(CHUNK, BLOCK_N))
+        at = _entry(some, lanes, passed_ptr, grouped, GROUP)
+        rank = tl.load(ranks_ptr + at, mask=(some < lanes) & (at < length), other=HIDDEN)
+        chosen, place, count = _places(rank, bar, spare, count)
+        page = tl.load(table_ptr + at // PAGE, mask=chosen, other=0)
+        tl.store(indices_ptr + place, page * PAGE + at % PAGE, mask=chosen)
+    found = (count >> 16) + tl.minimum(count & 0xFFFF, spare)
+    k = tl.arange(0, BLOCK_K)
+    tl.store(indices_ptr + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= found) & (k < topk))
+    tl.store(found_ptr + t, found)
+
+
+def launch(
+    index_q: torch.Tensor,
+    index_weights: torch.Tensor,
+    keys: PagedRows,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    topk: int,
+    config: Config,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate and launch; `deepdecode.ops.indexer` has checked the arguments, and T > 0 and the table is not empty."""
+    T, heads, _ = index_q.shape
+    case = Case(T, heads, block_tables.shape[1] * keys.page_size, topk, keys.page_size, keys.fmt)
+    indices = torch.empty(T, topk, dtype=torch.int32, device=index_q.device)
+    found = torch.empty(T, dtype=torch.int32, device=index_q.device)
+    step = max(1, min(T, MAX_TOKENS, WORKSPACE_BYTES // (4 * workspace_ints(case, config))))
+    workspace = torch.empty(step * workspace_ints(case, config), dtype=torch.int32, device=index_q.device)
+    for begin in range(0, T, step):
+        part = slice(begin, begin + step)
+        score(index_q[part], index_weights[part], keys, block_tables, slots[part], lens[part], topk, workspace, config)
+        select(keys, block_tables, slots[part], lens[part], topk, workspace, indices[part], found[part], config)
+    return indices, found
+
+
+def _parts(workspace: torch.Tensor, case: Case, config: Config) -> tuple[torch.Tensor, ...]:
+    """Ranks, bests and the groups that passed, of the tokens of one piece."""
+    ranks = row_stride(case, config.block_n)
+    bests = ranks // config.group if config.group else 0
+    spare = workspace.numel() - case.T * (ranks + bests)
+    return workspace.split([case.T * ranks, case.T * bests, spare])
+
+
+def score(
+    index_q: torch.Tensor,
+    index_weights: torch.Tensor,
+    keys: PagedRows,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    topk: int,
+    workspace: torch.Tensor,
+    config: Config,
+) -> None:
+    """Fill the workspace's ranks and bests."""
+    T, heads, _ = index_q.shape
+    rows, pages = block_tables.shape
+    case = Case(T, heads, pages * keys.page_size, topk, keys.page_size, keys.fmt)
+    ranks, bests, _ = _parts(workspace, case, config)
+    data = keys.data
+    if keys.fmt == "fp8_132":
+        # codes as E4M3 values, or as bytes where no instruction knows them
+        as_type = torch.uint8 if config.widen == "bits" else torch.float8_e4m3fn
+        data, index_q = data.view(as_type), index_q.view(as_type)
+    stride = row_stride(case, config.block_n)
+    indexer_score_kernel[config.splits, T](
+        index_q,
+        index_weights,
+        data,
+        block_tables,
+        slots,
+        lens,
+        ranks,
+        bests,
+        heads,
+        data.shape[0],
+        rows,
+        pages,
+        data.stride(0),
+        stride,
+        stride // config.group if config.group else 0,
+        config.splits,
+        topk,
+        FP8=keys.fmt == "fp8_132",
+        WIDEN=config.widen,
+        PAGE=keys.page_size,
+        ALIGN=config.align,
+        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        BLOCK_N=config.block_n,
+        GROUP=config.group,
+        STAGES=config.num_stages,
+        PDL=config.pdl,
+        num_warps=config.num_warps,
+    )
+
+
+def select(
+    keys: PagedRows,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    topk: int,
+    workspace: torch.Tensor,
+    indices: torch.Tensor,
+    found: torch.Tensor,
+    config: Config,
+) -> None:
+    """Fill indices and found from what `score` left in the workspace."""
+    rows, pages = block_tables.shape
+    case = Case(len(slots), 0, pages * keys.page_size, topk, keys.page_size, keys.fmt)
+    ranks, bests, passed = _parts(workspace, case, config)
+    stride = row_stride(case, config.block_n)
+    block_g, block_n = select_blocks(case, config.group)
+    indexer_topk_kernel[(case.T,)](
+        ranks,
+        bests,
+        passed,
+        block_tables,
+        slots,
+        lens,
+        indices,
+        found,
+        rows,
+        pages,
+        stride,
+        stride // config.group if config.group else 0,
+        topk,
+        PAGE=keys.page_size,
+        GROUP=config.group,
+        BLOCK_G=block_g,
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(topk),
+        CHUNK=CHUNK,
+        PDL=config.pdl,
+        num_warps=config.select_warps,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+
+
+def compile_args(
+    config: Config, case: Case
+) -> list[tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
+    """Each kernel with types, constants and options as `launch` passes them, to compile it without a GPU."""
+    fp8 = case.fmt == "fp8_132"
+    values = ("u8" if config.widen == "bits" else "fp8e4nv") if fp8 else "bf16"
+    kinds = {"q": values, "keys": values, "weights": "fp32"}
+    kinds |= dict.fromkeys(("tables", "slots", "lens", "ranks", "bests", "passed", "indices", "found"), "i32")
+    types = {f"{name}_ptr": f"*{kind}:16" for name, kind in kinds.items()}
+    sizes = ("heads", "cache_pages", "table_rows", "table_pages", "rank_stride", "best_stride", "splits", "topk")
+    types |= dict.fromkeys(sizes, "i32") | {"page_stride": "i32:16" if config.align == 16 else "i32"}
+    block_g, block_n = select_blocks(case, config.group)
+    both = {"PAGE": case.page_size, "GROUP": config.group, "PDL": config.pdl}
+    score = {"FP8": fp8, "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages, "BLOCK_N": config.block_n}
+    score["BLOCK_H"] = max(16, triton.next_power_of_2(case.heads))
+    select = {"BLOCK_G": block_g, "BLOCK_N": block_n, "BLOCK_K": triton.next_power_of_2(case.topk), "CHUNK": CHUNK}
+
+    def only(kernel: triton.JITFunction) -> dict[str, str]:
+        return {name: kind for name, kind in types.items() if name in kernel.arg_names}
+
+    return [
+        (indexer_score_kernel, only(indexer_score_kernel), both | score, {"num_warps": config.num_warps}),
+        (indexer_topk_kernel, only(indexer_topk_kernel), both | select, {"num_warps": config.select_warps}),
+    ]

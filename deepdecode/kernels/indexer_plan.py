@@ -1,0 +1,136 @@
+"""Which launch the indexer takes: pure functions of the case and the card, importable without Triton or a GPU.
+
+Two kernels. The first scores tiles of keys, split over programs, and keeps the best of each group of entries. The second,
+one program a token, finds the bar among the groups' bests, then among the entries of the groups that pass: the topk best
+entries stand in the topk best groups, so it reads a number of scores that does not depend on what they are.
+"""
+
+import math
+from dataclasses import dataclass
+
+from deepdecode.cards import Card
+
+# bytes of one key, scale included
+KEY_BYTES = {"fp8_132": 132, "bf16": 256}
+# what the selection holds in registers: bests of groups, and entries of chosen groups
+MAX_GROUPS, MAX_ENTRIES = 16384, 32768
+# scores and bests of a call; a call of more tokens goes piece by piece
+WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a launch depends on. entries: what a table row can hold.
+
+    align: the largest of 16, 4, 2 and 1 that divides the cache's address and page stride, in bytes.
+    """
+
+    T: int
+    heads: int
+    entries: int
+    topk: int
+    page_size: int = 64
+    fmt: str = "fp8_132"
+    q_dtype: str = "float8_e4m3fn"
+    weights_dtype: str = "float32"
+    width: int = 128
+    align: int = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """group 0: one pass over all entries.
+
+    widen: how E4M3 becomes float16: "f16" by the card's own conversion, "bits" by integer arithmetic; "none" does not.
+    """
+
+    block_n: int
+    group: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    select_warps: int
+    align: int
+    widen: str
+    pdl: bool
+
+
+def supports(case: Case, card: Card) -> str | None:
+    """None if a kernel covers the case on the card, else the reason why not. The dispatcher asks nothing else."""
+    if card.arch < 80:
+        return f"sm_{card.arch} has no asynchronous copies; sm_80 is the first that has"
+    if case.fmt not in KEY_BYTES:
+        return f"{case.fmt} keys"
+    if case.width != 128:
+        return f"keys of {case.width}, not 128"
+    want = "float8_e4m3fn" if case.fmt == "fp8_132" else "bfloat16"
+    if case.q_dtype != want:
+        return f"a query in {case.q_dtype} beside {case.fmt} keys"
+    if case.weights_dtype != "float32":
+        return f"weights in {case.weights_dtype}, not float32"
+    if not 1 <= case.heads <= 128:
+        return f"{case.heads} heads, not 1 to 128"
+    if case.align < 4:
+        return "pages that do not start on multiples of 4 bytes"
+    if _group(case) is None:
+        return f"top {case.topk} of {case.entries} entries"
+    return None
+
+
+def plan(case: Case, card: Card) -> Config:
+    """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
+    block_n = 128
+    tiles = max(1, math.ceil(case.entries / block_n))
+    # two programs of 4 warps on each SM
+    splits = max(1, min(tiles, 2 * card.sms // max(1, case.T)))
+    group = _group(case)
+    assert group is not None
+    return Config(
+        block_n=block_n,
+        group=group,
+        splits=splits,
+        num_warps=4,
+        num_stages=3,
+        select_warps=16,
+        align=min(case.align, 16),
+        widen="none" if case.fmt != "fp8_132" else "bits" if card.arch < 89 else "f16",
+        pdl=card.arch >= 90,
+    )
+
+
+def select_blocks(case: Case, group: int) -> tuple[int, int]:
+    """Lanes of the selection's two passes: bests of groups, then entries."""
+    if not group:
+        return 1, _power(case.entries)
+    return _power(-(-case.entries // group)), _power(case.topk) * group
+
+
+def row_stride(case: Case, block_n: int) -> int:
+    """Scores of one token in the workspace: whole tiles."""
+    return -(-case.entries // block_n) * block_n
+
+
+def workspace_ints(case: Case, config: Config) -> int:
+    """32-bit words for each token: a score an entry, a best a group, and the groups chosen."""
+    stride = row_stride(case, config.block_n)
+    return stride + (stride // config.group + case.topk if config.group else 0)
+
+
+def work(entries: int, heads: int, fmt: str = "fp8_132", topk: int = 512) -> tuple[int, int]:
+    """Bytes that must move for one token (each key, the query and the indices once), and floating-point operations."""
+    return entries * KEY_BYTES[fmt] + heads * (128 + 4) + 4 * topk, 2 * entries * heads * 128
+
+
+def _group(case: Case) -> int | None:
+    """Entries of a group: as few as keep the groups few; None if no size fits the selection's registers."""
+    if case.entries <= 4096:
+        return 0
+    for group in (8, 16, 32):
+        groups, entries = select_blocks(case, group)
+        if groups <= MAX_GROUPS and entries <= MAX_ENTRIES:
+            return group
+    return None
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
