@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_ref, workspace_bytes
-from deepdecode.ops.rows import allocate, read_rows
+from deepdecode.ops.rows import PagedRows, allocate, read_rows, write_rows
 from deepdecode.testing.inputs import AttentionInputs, attention_corners, attention_inputs
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 
@@ -66,19 +66,24 @@ def test_page_sizes(page):
     check(attention_inputs(2, 8, 40, 70, window_page=64, extra_page=page, rows=512, device="cuda"))
 
 
-def test_every_code_and_scale():
-    """One row a token, so its output is the row: all 256 codes, under scales from 2**-40 to 2**40."""
-    cache = allocate(4, 64, "fp8_584", device="cuda")
-    cache.data.zero_()
+@pytest.mark.parametrize("q_value", [0.0, 1.0])
+@pytest.mark.parametrize("align", [16, 4])
+def test_every_code_and_scale(q_value, align):
+    """One row a token, so its output is the row: all 256 codes, under scales from 2**-40 to 2**40.
+
+    A q of 0 and one of 1, and a page stride that only the portable kernel takes, lead through each way of widening.
+    """
+    pool = torch.zeros(4, 64 * 584 + (16 if align == 16 else 4), dtype=torch.uint8, device="cuda")
+    cache = PagedRows(pool[:, : 64 * 584], 64, "fp8_584")
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")
-    # NaN codes are the writer's to avoid
+    # NaN codes have a test of their own
     codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
     exponents = torch.arange(256, device="cuda") % 81 - 40 + 127
     for row in range(256):
         page, place = divmod(row, 64)
         cache.data[page, place * 576 : place * 576 + 448] = codes.roll(row)[torch.arange(448, device="cuda") % 256]
         cache.data[page, 64 * 576 + place * 8 : 64 * 576 + place * 8 + 7] = exponents[row].to(torch.uint8)
-    q = torch.zeros(256, 8, 512, dtype=torch.bfloat16, device="cuda")
+    q = torch.full((256, 8, 512), q_value, dtype=torch.bfloat16, device="cuda")
     rows = torch.arange(256, dtype=torch.int32, device="cuda")[:, None]
     ones = torch.ones(256, dtype=torch.int32, device="cuda")
     out = sparse_attn_decode(q, cache, rows.contiguous(), ones)
@@ -97,6 +102,39 @@ def test_a_nan_row_shows_and_only_where_it_is_named():
     assert out[1].isnan().any()
     others = [t for t in (0, 2, 3) if not (inputs.window_indices[t] == row).any()]
     assert not out[others].isnan().any()
+
+
+@pytest.mark.parametrize("page", [64, 48])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("H", [8, 64])
+def test_a_nan_code_beside_a_finite_scale_shows_in_its_row_alone(H, code, page):
+    inputs = attention_inputs(5, H, 16, 16, window_page=page, extra_page=page, device="cuda")
+    cache = inputs.window
+    index, place = divmod(int(inputs.window_indices[1, 3]), page)
+    cache.data[index, place * 576 + 77] = code
+    out, lse = run(inputs, return_lse=True)
+    assert out.isnan().all(dim=2).all(dim=1).tolist() == [False, True, False, False, False]
+    assert out.isnan().any(dim=2).any(dim=1).tolist() == [False, True, False, False, False]
+    assert lse.isnan().all(dim=1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("page", [64, 48])
+@pytest.mark.parametrize("H", [8, 64])
+def test_rows_that_float16_cannot_hold_amid_rows_that_it_can(H, page):
+    """The first tiles are plain; then come a row of 2**30 that few heads look at, one of 2**-30, and plain rows again."""
+    inputs = attention_inputs(4, H, 300, 0, window_page=page, device="cuda")
+    for lane, factor in ((200, 2.0**30), (201, 2.0**-30)):
+        rows = inputs.window_indices[:, lane]
+        write_rows(inputs.window, rows.long(), read_rows(inputs.window, rows).float() * factor)
+    check(inputs)
+    check(inputs, deterministic=True)
+
+
+@pytest.mark.parametrize("spread", [4, 8, 11])
+def test_rows_at_the_ends_of_what_float16_holds(spread):
+    for page in (64, 48):
+        check(attention_inputs(6, 8, 200, 100, window_page=page, extra_page=page, spread=spread, device="cuda"))
+        check(attention_inputs(6, 8, 200, 100, window_page=page, extra_page=page, spread=spread, q_scale=1e-3, device="cuda"))
 
 
 def test_no_heads_but_ours_are_written():
@@ -265,8 +303,11 @@ def test_ptx_of_older_archs_runs(arch):
         "extra_indices_ptr": extra_indices, "window_lens_ptr": lens, "extra_lens_ptr": extra_lens, "sink_ptr": inputs.sink,
         "out_ptr": out,
     }  # fmt: skip
+    window_magic, extra_magic = kernel.reciprocal(64), kernel.reciprocal(64)
     numbers = {
-        "scale_log2": inputs.scale * kernel.LOG2E, "H": 20, "window_keys": 100, "extra_keys": 200,
+        "window_magic": window_magic[0], "window_shift": window_magic[1], "extra_magic": extra_magic[0],
+        "extra_shift": extra_magic[1], "scale_log2": inputs.scale * kernel.LOG2E, "H": 20, "window_keys": 100,
+        "extra_keys": 200,
         "window_rows": window.num_rows, "extra_rows": extra.num_rows, "window_page": 64, "extra_page": 64,
         "window_stride": words[0].stride(0), "extra_stride": words[1].stride(0), "splits": 1, "split_keys": 0,
     }  # fmt: skip

@@ -19,12 +19,14 @@ SHAPES = (
     ("narrow", 16, 64, 4, "fp8_584", 84224, 2),
     ("narrow", 32, 128, 8, "fp8_584", 173056, 1),
     ("wide", 64, 64, 4, "fp8_584", 214864, 1),
-    ("mma", 8, 32, 4, "fp8_584", 41472, 3),
-    ("mma", 16, 32, 4, "fp8_584", 50240, 2),
-    ("mma", 8, 64, 4, "fp8_584", 81920, 2),
-    ("mma", 16, 64, 4, "fp8_584", 90112, 2),
-    ("mma", 8, 32, 4, "bf16", 41472, 2),
-    ("mma", 16, 32, 4, "bf16", 50240, 2),
+    ("mma", 8, 32, 4, "fp8_584", 47104, 2),
+    ("mma", 16, 32, 4, "fp8_584", 57344, 2),
+    ("mma", 32, 32, 8, "fp8_584", 77824, 1),
+    ("mma", 8, 64, 8, "fp8_584", 84992, 1),
+    ("mma", 16, 64, 8, "fp8_584", 96256, 1),
+    ("mma", 8, 32, 4, "bf16", 41984, 2),
+    ("mma", 16, 32, 4, "bf16", 50688, 2),
+    ("mma", 32, 32, 8, "bf16", 68096, 1),
 )
 TOKENS, HEADS, FORMS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128), ("fp8_584", "bf16")
 # a launch with more waves than this is never the best one, and slow to measure
@@ -62,7 +64,7 @@ def _launches(case: Sized, sms: int, kernels: tuple[str, ...]) -> Iterator[tuple
             # too few programs to fill half the card with splits still to be had is no candidate either
             if splits == 1 or waves <= 2 or splits <= 4:
                 few = case.T * case.H <= 128
-                yield Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 4 if few else 2), waves
+                yield Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 4 if few else 2, True), waves
 
 
 def _shape_of(config: Config) -> dict[str, Any]:

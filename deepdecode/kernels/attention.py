@@ -3,11 +3,16 @@
 Keys stand on the M side of both products (S = KV Q^T, O^T = KV^T P), so 8 heads fill the N side of mma.sync exactly.
 A tile is widened once, into one copy in shared memory that both products read. Each word of 4 E4M3 codes is taken apart into
 4 quarters of the channels, each a tile of its own: gathering them in channel order would cost a shuffle of every register, and
-makes Triton keep a second copy. Q and the output are read and written in the same order, at no cost.
+makes Triton keep a second copy. Q and the output are read and written in the same order, at no cost. The rope values are a
+fifth tile and stay bfloat16.
 
-E4M3 codes are placed into bfloat16 bits by integer arithmetic and multiplied by their row's scale: no FP8 instruction, so
-sm_80 runs the same code, and no exponent is lost. Arithmetic is bfloat16 with float32 sums. A NaN code (0x7f, 0xff) beside a
-finite scale reads 480; `write_rows` never writes one, it gives a group with a NaN a NaN scale.
+Where a row stands is computed once for each key, by one thread, and handed on: address arithmetic in the layout of the tile
+is done again by every thread that loads of the row, and took half of all instructions.
+
+Arithmetic is float16 with float32 sums while that is exact: scales from 2**-15 to 2**7 and |q| under 2**15. The first tile
+outside of it sends its program, from there on, into a loop in bfloat16, which holds every scale and is slower. E4M3 codes are
+converted by the arch's instruction, or placed into float16 bits by integer arithmetic where it has none (sm_80, sm_86). A NaN
+code reads NaN in both loops.
 """
 
 from dataclasses import dataclass
@@ -25,13 +30,86 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
-def _place(x, scale):
-    """int32 of 4 E4M3 codes, int32 of a bfloat16 scale -> the 4 values in bfloat16.
+def _convert(x, scale):
+    """int32 of 4 E4M3 codes, float16 bits of a scale -> the 4 values in float16, by the conversion of sm_89 and later.
 
-    One instance takes two words and their scales, so that a register holds the same code of both. Placed bits read 2**-120
-    times the code; 0x7180 is 2**100, and `scale` holds the other 2**20: one factor alone would leave bfloat16 from 2**8 on.
-    -0.0 is the neutral addend (mul.bf16x2 needs sm_90). What prmt leaves in the low bytes is masked away.
+    One instance takes two words and their scales, so that a register holds the same code of both.
     """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, f, s, t, u, v;
+        .reg .b16 al, ah, bl, bh;
+        prmt.b32 f, $6, $7, 0x5410;
+        prmt.b32 a, $4, $5, 0x5140;
+        prmt.b32 b, $4, $5, 0x7362;
+        mov.b32 {al, ah}, a;
+        mov.b32 {bl, bh}, b;
+        cvt.rn.f16x2.e4m3x2 s, al;
+        cvt.rn.f16x2.e4m3x2 t, ah;
+        cvt.rn.f16x2.e4m3x2 u, bl;
+        cvt.rn.f16x2.e4m3x2 v, bh;
+        mul.rn.f16x2 $0, s, f;
+        mul.rn.f16x2 $1, t, f;
+        mul.rn.f16x2 $2, u, f;
+        mul.rn.f16x2 $3, v, f;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r",
+        [x, scale],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _place(x, scale):
+    """The same by integer arithmetic. Placed bits read 2**-8 times the code, so `scale` holds 2**8 more.
+
+    What is above 0x3f00, the largest number's bits, is a NaN code: the comparison gives the bits of a NaN to add, or 0.
+    What prmt leaves in the low bytes is masked away.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, f, s, t, u, v, h, i, j, k, l;
+        mov.b32 l, 0x3f003f00;
+        prmt.b32 f, $6, $7, 0x5410;
+        prmt.b32 a, $4, $5, 0x4404;
+        prmt.b32 b, $4, $5, 0x5515;
+        prmt.b32 c, $4, $5, 0x6626;
+        prmt.b32 d, $4, $5, 0x7737;
+        shr.u32 s, a, 1;
+        shr.u32 t, b, 1;
+        shr.u32 u, c, 1;
+        shr.u32 v, d, 1;
+        and.b32 s, s, 0x3f803f80;
+        and.b32 t, t, 0x3f803f80;
+        and.b32 u, u, 0x3f803f80;
+        and.b32 v, v, 0x3f803f80;
+        set.gt.u32.f16x2 h, s, l;
+        set.gt.u32.f16x2 i, t, l;
+        set.gt.u32.f16x2 j, u, l;
+        set.gt.u32.f16x2 k, v, l;
+        lop3.b32 a, a, 0x80008000, s, 0xea;
+        lop3.b32 b, b, 0x80008000, t, 0xea;
+        lop3.b32 c, c, 0x80008000, u, 0xea;
+        lop3.b32 d, d, 0x80008000, v, 0xea;
+        fma.rn.f16x2 $0, a, f, h;
+        fma.rn.f16x2 $1, b, f, i;
+        fma.rn.f16x2 $2, c, f, j;
+        fma.rn.f16x2 $3, d, f, k;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r",
+        [x, scale],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _place_bfloat16(x, scale):
+    """The same in bfloat16, for any scale. Placed bits read 2**-120 times the code; 0x7180 is 2**100, and `scale` holds the
+    other 2**20: one factor alone would leave bfloat16 from 2**8 on. -0.0 is the neutral addend (mul.bf16x2 needs sm_90)."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, s, t, u, v, z, k, f;
@@ -72,96 +150,168 @@ def _place(x, scale):
 
 
 @triton.jit
-def _halves(x):
-    """int32 -> its two bfloat16."""
-    low = (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    high = ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return low, high
-
-
-@triton.jit
 def _code(word, byte: tl.constexpr, scale):
     """The interpreter's E4M3: the same placement, one code at a time in float32."""
     code = (word >> (8 * byte)) & 0xFF
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 1.3292279957849159e36 * scale  # 2**120
+    value = bits.to(tl.float32, bitcast=True) * 1.3292279957849159e36 * scale  # 2**120
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
-def words_of(FP8: tl.constexpr):
-    """Where the channels of the four quarters stand in a plain row of 512, counted in words of two channels.
-
-    int32 [128] twice: the first word holds channel i of quarters 0 and 1, the second of quarters 2 and 3. See `fp8_quarters`.
-    """
-    i = tl.arange(0, 128)
-    if FP8:
-        group = i // 16
-        w = i % 16
-        first = tl.where(group == 7, 224 + w, group * 32 + 2 * w)
-        second = tl.where(group == 7, 240 + w, group * 32 + 2 * w + 1)
-    else:
-        first = i
-        second = i + 128
-    return first, second
-
-
-@triton.jit
-def fp8_quarters(row_ptr, scale_ptr, live, N: tl.constexpr, INTERPRET: tl.constexpr):
-    """Four [N, 128] of one tile of rows: quarter k holds code k of each word of 4 codes, times its scale.
-
-    The last 16 columns hold the rope values: loaded as if they were 16 words of codes, and 16 words more.
-    """
-    group = tl.arange(0, 8)
-    rope = (group == 7)[None, :, None]
-    words = row_ptr[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    x = tl.load(words, mask=live[:, None, None], other=0)  # [N, 8, 16]
-    y = tl.load(words + 16, mask=live[:, None, None] & rope, other=0)
-    scale = tl.load(scale_ptr[:, None] + group[None, :] // 4, mask=live[:, None], other=0)
-    scale = (scale >> (8 * (group % 4))[None, :]) & 0xFF  # [N, 8]
-    r0, r1 = _halves(x)
-    r2, r3 = _halves(y)
-    if INTERPRET:
+def _quarters(x, scale, FORM: tl.constexpr, N: tl.constexpr):
+    """int32 [N, 8, 16] of codes, E8M0 int32 [N, 8] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
+    if FORM == "interpreted":
         s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
         v0, v1, v2, v3 = _code(x, 0, s), _code(x, 1, s), _code(x, 2, s), _code(x, 3, s)
-        r0, r1, r2, r3 = r0.to(tl.float32), r1.to(tl.float32), r2.to(tl.float32), r3.to(tl.float32)
+    elif FORM == "convert":
+        # 2**(scale - 127); 2**-15 is a denormal
+        factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
+        v0, v1, v2, v3 = _convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+    elif FORM == "place":
+        v0, v1, v2, v3 = _place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
     else:
-        # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN
-        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)
-        v0, v1, v2, v3 = _place(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
-    v0 = tl.reshape(tl.where(rope, r0, v0), (N, 128))
-    v1 = tl.reshape(tl.where(rope, r1, v1), (N, 128))
-    v2 = tl.reshape(tl.where(rope, r2, v2), (N, 128))
-    v3 = tl.reshape(tl.where(rope, r3, v3), (N, 128))
-    return v0, v1, v2, v3
+        # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
+        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
+        # -0x7F7F7F80: the top bit of each byte
+        is_nan = (((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
+        v0, v1, v2, v3 = _place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
+    return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
 
 
 @triton.jit
-def plain_quarters(row_ptr, live):
-    """The same of bfloat16 rows: quarters 0 and 1 are the even and odd channels of the first half, 2 and 3 of the second."""
-    words = row_ptr[:, None] + tl.arange(0, 128)[None, :]
-    v0, v1 = _halves(tl.load(words, mask=live[:, None], other=0))
-    v2, v3 = _halves(tl.load(words + 128, mask=live[:, None], other=0))
-    return v0, v1, v2, v3
+def _find(key, first, last, lists, rows):
+    """The index of each key, -1 where there is none: int32 [N, 2], window and extra rows, of which one at most is there.
+
+    key: [N, 1]. first, last: which keys are the set's; lists: its indices, less what `first` adds; rows: how many it has.
+    """
+    index = tl.load(lists + (key - first), mask=(key >= first) & (key < last), other=-1)
+    return tl.where(index < rows, index, -1)
 
 
 @triton.jit
-def _pack(low, high):
-    low = low.to(tl.uint16, bitcast=True).to(tl.int32)
-    return low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
+    """Addresses int64 [N] of each key's row and of its scales, 0 where it has none. One key a thread: both sets, added up.
+
+    index // size is the high word of 2 * index * magic, shifted (`reciprocal`).
+    """
+    live = index >= 0
+    i = tl.where(live, index, 0)
+    page = tl.umulhi((i * 2).to(tl.uint32), magic.to(tl.uint32, bitcast=True)).to(tl.int32) >> shift
+    place = i - page * size
+    start = pages + page.to(tl.int64) * stride
+    row = tl.sum(tl.where(live, start + place * ROW, 0), 1)
+    tail = tl.sum(tl.where(live, start + size * 576 + place * 8, 0), 1)
+    return row, tail
 
 
 @triton.jit
-def _store(ptr, row, mask, a0, a1, a2, a3, FP8: tl.constexpr):
-    """Four [128, BLOCK_H] into rows of 512 values of 16 bits; `row` counts them, [BLOCK_H]."""
-    first, second = words_of(FP8)
-    at = ptr.to(tl.pointer_type(tl.int32)) + row[None, :] * 256
-    tl.store(at + first[:, None], _pack(a0, a1), mask=mask[None, :])
-    tl.store(at + second[:, None], _pack(a2, a3), mask=mask[None, :])
+def _load_fp8(row, tail, ALIGN: tl.constexpr):
+    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int32 [N, 8], rope values bfloat16 [N, 64]."""
+    live = row != 0
+    group = tl.arange(0, 8)
+    row_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)
+    words = row_ptr[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    x = tl.load(words, mask=live[:, None, None] & (group < 7)[None, :, None], other=0)
+    tail_ptr = tail.to(tl.pointer_type(tl.uint8))
+    scale = tl.load(tail_ptr[:, None] + group[None, :], mask=(tail != 0)[:, None] & (group < 7)[None, :], other=127)
+    rope_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), ALIGN)
+    rope = tl.load(rope_ptr[:, None] + 224 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    return x, scale.to(tl.int32), rope
+
+
+@triton.jit
+def _load_plain(row, ALIGN: tl.constexpr):
+    """The four quarters [N, 128] of bfloat16 rows: 128 channels in a row each."""
+    live = (row != 0)[:, None]
+    at = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), ALIGN)[:, None] + tl.arange(0, 128)[None, :]
+    v0, v1 = tl.load(at, mask=live, other=0.0), tl.load(at + 128, mask=live, other=0.0)
+    return v0, v1, tl.load(at + 256, mask=live, other=0.0), tl.load(at + 384, mask=live, other=0.0)
+
+
+@triton.jit
+def _is_calm(scale):
+    """Whether float16 holds a tile: every scale from 2**-15 to 2**7."""
+    outside = ((scale - 112).to(tl.uint32, bitcast=True) > 22).to(tl.int32)
+    return tl.max(tl.max(outside, 1), 0) == 0
+
+
+@triton.jit
+def _attend(
+    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
+    FP8: tl.constexpr, DOT: tl.constexpr, ROPE_DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile: scores, softmax, weighted sums. The weights are 2**14 at most, so float16 holds 2**-38 of the largest."""
+    score = tl.dot(v0, q0)  # [BLOCK_N, BLOCK_H]
+    score = tl.dot(v1, q1, score)
+    score = tl.dot(v2, q2, score)
+    score = tl.dot(v3, q3, score)
+    if FP8:
+        score = tl.dot(rope, q_rope, score)
+    score = tl.where(live[:, None], score * scale_log2, float("-inf"))
+    new_low = tl.maximum(low, tl.max(score, 0) - 14.0)
+    # a tile without a live key must not make inf - inf
+    base = tl.where(new_low == float("-inf"), 0.0, new_low)
+    p = tl.exp2(score - base[None, :])
+    fade = tl.exp2(low - base)
+    total = total * fade + tl.sum(p, 0)
+    weight = p.to(DOT)
+    a0 = tl.dot(tl.trans(v0), weight, a0 * fade[None, :])  # [128, BLOCK_H]
+    a1 = tl.dot(tl.trans(v1), weight, a1 * fade[None, :])
+    a2 = tl.dot(tl.trans(v2), weight, a2 * fade[None, :])
+    a3 = tl.dot(tl.trans(v3), weight, a3 * fade[None, :])
+    if FP8:
+        a_rope = tl.dot(tl.trans(rope), p.to(ROPE_DOT), a_rope * fade[None, :])
+    return new_low, total, a0, a1, a2, a3, a_rope
+
+
+@triton.jit
+def _load_q(ptr, row, mask, FP8: tl.constexpr):
+    """Four [128, BLOCK_H] of rows of 512 values in the order of a tile's quarters; `row` counts them, [BLOCK_H]."""
+    i = tl.arange(0, 128)[:, None]
+    at = ptr + row[None, :] * 512
+    if FP8:
+        mask = mask[None, :] & (i < 112)
+        at += 4 * i
+        STEP: tl.constexpr = 1
+    else:
+        mask = mask[None, :] & (i < 128)
+        at += i
+        STEP: tl.constexpr = 128
+    q0, q1 = tl.load(at, mask=mask, other=0.0), tl.load(at + STEP, mask=mask, other=0.0)
+    return q0, q1, tl.load(at + 2 * STEP, mask=mask, other=0.0), tl.load(at + 3 * STEP, mask=mask, other=0.0)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint16, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _store(ptr, row, mask, a0, a1, a2, a3, a_rope, TYPE: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr):
+    """The inverse of `_load_q`, with the rope values beside; values of 16 bits, unless interpreted."""
+    i = tl.arange(0, 128)[:, None]
+    at = ptr + row[None, :] * 512
+    seen = mask[None, :] & (i < (112 if FP8 else 128))
+    if FP8 and not INTERPRET:
+        a0, a1, a2, a3 = _bits(a0.to(TYPE)), _bits(a1.to(TYPE)), _bits(a2.to(TYPE)), _bits(a3.to(TYPE))
+        packed = a0 | (a1 << 16) | (a2 << 32) | (a3 << 48)
+        tl.store(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, packed, mask=seen)
+    else:
+        FIRST: tl.constexpr = 4 if FP8 else 1
+        STEP: tl.constexpr = 1 if FP8 else 128
+        tl.store(at + FIRST * i, a0.to(TYPE), mask=seen)
+        tl.store(at + FIRST * i + STEP, a1.to(TYPE), mask=seen)
+        tl.store(at + FIRST * i + 2 * STEP, a2.to(TYPE), mask=seen)
+        tl.store(at + FIRST * i + 3 * STEP, a3.to(TYPE), mask=seen)
+    if FP8:
+        tl.store(at + 448 + tl.arange(0, 64)[:, None], a_rope.to(TYPE), mask=mask[None, :])
 
 
 @triton.jit(
     do_not_specialize=[
-        "H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys",
+        "H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "window_magic",
+        "extra_magic", "window_shift", "extra_shift", "splits", "split_keys",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -186,6 +336,10 @@ def split_kernel(
     extra_rows,
     window_page,
     extra_page,
+    window_magic,
+    extra_magic,
+    window_shift,
+    extra_shift,
     window_stride,
     extra_stride,
     splits,
@@ -198,9 +352,12 @@ def split_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    DOT: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
+    """FORM: how codes are widened in the float16 loop, "convert" or "place"; "interpreted": everything in float32."""
+    INTERPRET: tl.constexpr = FORM == "interpreted"
+    F16: tl.constexpr = tl.float32 if INTERPRET else tl.float16
+    BF16: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(1).to(tl.int64)
@@ -213,120 +370,122 @@ def split_kernel(
     begin = part * per
     end = tl.minimum(begin + per, keys)
 
+    # [1, 2]: what differs between window and extra rows
+    is_extra = tl.arange(0, 2)[None, :] == 1
+    first = tl.where(is_extra, window_len, 0)
+    last = tl.minimum(tl.where(is_extra, keys, window_len), end)
+    lists = tl.where(is_extra, extra_indices_ptr + t * extra_keys, window_indices_ptr + t * window_keys)
+    rows = tl.where(is_extra, extra_rows, window_rows)
+    pages = tl.where(is_extra, extra_ptr.to(tl.int64), window_ptr.to(tl.int64))
+    stride = tl.where(is_extra, extra_stride, window_stride).to(tl.int64) * 4
+    size = tl.where(is_extra, extra_page, window_page)
+    magic = tl.where(is_extra, extra_magic, window_magic)
+    shift = tl.where(is_extra, extra_shift, window_shift)
+    ROW: tl.constexpr = 576 if FP8 else 1024
+
+    lane = tl.arange(0, BLOCK_N)[:, None]
+    # the rows of a tile are asked for while the tile before is multiplied, their indices one tile earlier
+    row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
+    if FP8:
+        x, scale, rope = _load_fp8(row, tail, ALIGN)
+    else:
+        x0, x1, x2, x3 = _load_plain(row, ALIGN)
+    index = _find(begin + BLOCK_N + lane, first, last, lists, rows)
+
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < H
-    first, second = words_of(FP8)
-    if INTERPRET:
-        at = q_ptr + (t * H + head)[None, :] * 512
-        q0 = tl.load(at + 2 * first[:, None], mask=head_live[None, :], other=0.0)
-        q1 = tl.load(at + 2 * first[:, None] + 1, mask=head_live[None, :], other=0.0)
-        q2 = tl.load(at + 2 * second[:, None], mask=head_live[None, :], other=0.0)
-        q3 = tl.load(at + 2 * second[:, None] + 1, mask=head_live[None, :], other=0.0)
-    else:
-        at = q_ptr.to(tl.pointer_type(tl.int32)) + (t * H + head)[None, :] * 256
-        q0, q1 = _halves(tl.load(at + first[:, None], mask=head_live[None, :], other=0))  # [128, BLOCK_H]
-        q2, q3 = _halves(tl.load(at + second[:, None], mask=head_live[None, :], other=0))
-
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
+    q_rope = tl.load(
+        q_ptr + (t * H + head)[None, :] * 512 + 448 + tl.arange(0, 64)[:, None], mask=head_live[None, :], other=0.0
+    )
+    low = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     a0 = tl.zeros([128, BLOCK_H], tl.float32)
     a1 = tl.zeros([128, BLOCK_H], tl.float32)
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
-    for n in range(begin, end, BLOCK_N):
-        key = n + tl.arange(0, BLOCK_N)
-        is_extra = key >= window_len
-        index_ptr = tl.where(
-            is_extra, extra_indices_ptr + t * extra_keys + (key - window_len), window_indices_ptr + t * window_keys + key
-        )
-        index = tl.load(index_ptr, mask=key < end, other=-1)
-        live = (index >= 0) & (index < tl.where(is_extra, extra_rows, window_rows))
-        index = tl.where(live, index, 0)
-        page_size = tl.where(is_extra, extra_page, window_page)
-        page = index // page_size
-        place = index - page * page_size
-        page_ptr = tl.where(is_extra, extra_ptr, window_ptr) + page.to(tl.int64) * tl.where(
-            is_extra, extra_stride, window_stride
-        )
-        if FP8:
-            row_ptr = tl.multiple_of(page_ptr + place * 144, ALIGN)
-            v0, v1, v2, v3 = fp8_quarters(row_ptr, page_ptr + page_size * 144 + place * 2, live, BLOCK_N, INTERPRET)
-        else:
-            v0, v1, v2, v3 = plain_quarters(tl.multiple_of(page_ptr + place * 256, ALIGN), live)
-        v0, v1, v2, v3 = v0.to(DOT), v1.to(DOT), v2.to(DOT), v3.to(DOT)
-
-        score = tl.dot(v0, q0.to(DOT))  # [BLOCK_N, BLOCK_H]
-        score = tl.dot(v1, q1.to(DOT), score)
-        score = tl.dot(v2, q2.to(DOT), score)
-        score = tl.dot(v3, q3.to(DOT), score)
-        score = tl.where(live[:, None], score * scale_log2, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 0))
-        # a tile without a live key must not make inf - inf
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(score - base[None, :])
-        fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(p, 0)
-        peak = new_peak
-        p = p.to(DOT)
-        a0 = tl.dot(tl.trans(v0), p, a0 * fade[None, :])  # [128, BLOCK_H]
-        a1 = tl.dot(tl.trans(v1), p, a1 * fade[None, :])
-        a2 = tl.dot(tl.trans(v2), p, a2 * fade[None, :])
-        a3 = tl.dot(tl.trans(v3), p, a3 * fade[None, :])
+    a_rope = tl.zeros([64, BLOCK_H], tl.float32)
+    n = begin
+    if FP8:
+        calm = True
+        if not INTERPRET:
+            top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3))).to(tl.float32)
+            top = tl.max(tl.max(top, 0), 0)
+            calm = (top < 32768.0) & (top > 0.00390625) & _is_calm(scale)
+        h0, h1, h2, h3 = q0.to(F16), q1.to(F16), q2.to(F16), q3.to(F16)
+        while (n < end) & calm:
+            live = row != 0
+            v0, v1, v2, v3 = _quarters(x, scale, FORM, BLOCK_N)
+            v_rope = rope
+            row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            x, scale, rope = _load_fp8(row, tail, ALIGN)
+            n += BLOCK_N
+            index = _find(n + BLOCK_N + lane, first, last, lists, rows)
+            low, total, a0, a1, a2, a3, a_rope = _attend(
+                v0, v1, v2, v3, v_rope.to(BF16), h0, h1, h2, h3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
+                FP8, F16, BF16,
+            )  # fmt: skip
+            if not INTERPRET:
+                calm = _is_calm(scale)
+        if not INTERPRET:
+            while n < end:
+                live = row != 0
+                v0, v1, v2, v3 = _quarters(x, scale, "bfloat16", BLOCK_N)
+                # read again: kept, they would double what q takes of shared memory
+                q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
+                low, total, a0, a1, a2, a3, a_rope = _attend(
+                    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
+                    FP8, BF16, BF16,
+                )  # fmt: skip
+                row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+                x, scale, rope = _load_fp8(row, tail, ALIGN)
+                n += BLOCK_N
+                index = _find(n + BLOCK_N + lane, first, last, lists, rows)
+    else:
+        while n < end:
+            live = row != 0
+            v0, v1, v2, v3 = x0, x1, x2, x3
+            row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            x0, x1, x2, x3 = _load_plain(row, ALIGN)
+            n += BLOCK_N
+            index = _find(n + BLOCK_N + lane, first, last, lists, rows)
+            low, total, a0, a1, a2, a3, a_rope = _attend(
+                v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), v0, q0, q1, q2, q3, q_rope, live, scale_log2, low, total,
+                a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
+            )  # fmt: skip
 
     some = tl.where(total == 0, 1.0, total)
-    lse_log2 = tl.where(total == 0, float("-inf"), peak + tl.log2(some))
+    lse_log2 = tl.where(total == 0, float("-inf"), low + tl.log2(some))
     if SPLIT:
         # a power of two brings the largest channel to 2**14, so float16 holds any row; the merge takes it back
-        top = tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3)))
-        top = tl.max(top, 0) / some  # [BLOCK_H]
+        top = tl.max(tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3))), 0)
+        top = tl.maximum(top, tl.max(tl.abs(a_rope), 0)) / some  # [BLOCK_H]
         field = tl.minimum(tl.maximum(268 - ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF), 1), 253)
         factor = ((field << 23).to(tl.float32, bitcast=True) / some)[None, :]
-        row = (t * splits + part) * H + head
-        F16: tl.constexpr = tl.float16
+        at = (t * splits + part) * H + head
+        HALF: tl.constexpr = tl.float16
         _store(
-            part_ptr,
-            row,
-            head_live,
-            (a0 * factor).to(F16),
-            (a1 * factor).to(F16),
-            (a2 * factor).to(F16),
-            (a3 * factor).to(F16),
-            FP8,
+            part_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, a_rope * factor, HALF, FP8, INTERPRET
         )
-        tl.store(part_unit_ptr + row, ((254 - field) << 23).to(tl.float32, bitcast=True), mask=head_live)
-        tl.store(part_lse_ptr + row, lse_log2, mask=head_live)
+        tl.store(part_unit_ptr + at, ((254 - field) << 23).to(tl.float32, bitcast=True), mask=head_live)
+        tl.store(part_lse_ptr + at, lse_log2, mask=head_live)
     else:
         if HAS_LSE:
             tl.store(lse_ptr + t * H + head, lse_log2 / 1.4426950408889634, mask=head_live)
         factor = 1.0 / some
         if HAS_SINK:
             sink = tl.load(sink_ptr + head, mask=head_live, other=0.0) * 1.4426950408889634
-            high = tl.maximum(peak, sink)
+            high = tl.maximum(low, sink)
             # a sink of -inf beside no key
             high = tl.where(high == float("-inf"), 0.0, high)
-            fade = tl.exp2(peak - high)
+            fade = tl.exp2(low - high)
             total = total * fade + tl.exp2(sink - high)
             factor = fade / tl.where(total == 0, 1.0, total)
         factor = factor[None, :]
-        if INTERPRET:
-            at = out_ptr + (t * H + head)[None, :] * 512
-            tl.store(at + 2 * first[:, None], a0 * factor, mask=head_live[None, :])
-            tl.store(at + 2 * first[:, None] + 1, a1 * factor, mask=head_live[None, :])
-            tl.store(at + 2 * second[:, None], a2 * factor, mask=head_live[None, :])
-            tl.store(at + 2 * second[:, None] + 1, a3 * factor, mask=head_live[None, :])
-        else:
-            BF16: tl.constexpr = tl.bfloat16
-            row = t * H + head
-            _store(
-                out_ptr,
-                row,
-                head_live,
-                (a0 * factor).to(BF16),
-                (a1 * factor).to(BF16),
-                (a2 * factor).to(BF16),
-                (a3 * factor).to(BF16),
-                FP8,
-            )
+        at = t * H + head
+        _store(
+            out_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, a_rope * factor, BF16, FP8, INTERPRET
+        )
 
 
 @triton.jit(do_not_specialize=["H", "splits"])
@@ -516,6 +675,7 @@ def _launch_split(
         extra.num_rows,
         window.page_size,
         extra.page_size,
+        *(part for pair in zip(reciprocal(window.page_size), reciprocal(extra.page_size), strict=True) for part in pair),
         window_words.stride(0),
         extra_words.stride(0),
         splits,
@@ -528,12 +688,18 @@ def _launch_split(
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
         PDL=config.pdl and splits > 1,
-        INTERPRET=not q.is_cuda,
+        FORM=("convert" if config.convert else "place") if q.is_cuda else "interpreted",
         num_warps=config.num_warps,
-        # two stages copy the next tile through cp.async, in the shared memory of a second program: H200, 128+512 keys, 128
-        # tokens of 8 heads in tiles of 32: 45.3 us against 43.6
+        # the next tile waits in registers: two stages would copy it through cp.async into the shared memory of a second program
         num_stages=1,
     )
+
+
+def reciprocal(size: int) -> tuple[int, int]:
+    """magic, shift with n // size == (2 * n * magic) >> 32 >> shift for n from 0 to 2**31 - 1; magic as a signed int32."""
+    shift = (size - 1).bit_length()
+    magic = -(-(1 << (31 + shift)) // size)
+    return magic - (1 << 32), shift
 
 
 def words_view(cache: PagedRows) -> torch.Tensor:
@@ -549,9 +715,10 @@ def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tup
     pointers |= dict.fromkeys(("window_indices", "extra_indices", "window_lens", "extra_lens"), "i32")
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in pointers.items()} | {"scale_log2": "fp32"}
     sizes = ("H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys")
+    sizes += ("window_magic", "extra_magic", "window_shift", "extra_shift")
     types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(
         ("window_stride", "extra_stride"), "i32:16" if config.align == 16 else "i32"
     )
     constants = {"FP8": fmt == "fp8_584", "HAS_SINK": True, "HAS_LSE": lse, "SPLIT": config.splits > 1, "ALIGN": config.align}
-    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "INTERPRET": False}
-    return types, constants | {"PDL": config.pdl and config.splits > 1}
+    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PDL": config.pdl and config.splits > 1}
+    return types, constants | {"FORM": "convert" if config.convert else "place"}

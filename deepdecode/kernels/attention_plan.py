@@ -59,7 +59,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Config:
-    """block_h heads and tiles of block_n keys for each program; split_keys 0: a row's keys are cut evenly into `splits`."""
+    """block_h heads and tiles of block_n keys for each program; split_keys 0: a row's keys are cut evenly into `splits`.
+
+    convert: E4M3 codes are widened by the arch's instruction (sm_89 and later), not by integer arithmetic.
+    """
 
     kernel: str
     block_h: int
@@ -70,6 +73,7 @@ class Config:
     align: int
     pdl: bool
     merge_warps: int
+    convert: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,7 @@ def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) 
         align=min(case.align, 16),
         pdl=card.arch >= 90,
         merge_warps=4 if few else 2,
+        convert=card.arch >= 89,
     )
 
 
