@@ -22,7 +22,7 @@ from deepdecode.kernels.linear_plan import Case, Config, plan, supports  # noqa:
 
 FP32_STEP = 1e-6  # the interpreter multiplies in float32
 KINDS = ("fp8", "fp8_f32", "fp4", "bf16", "f32")
-SMALL = Config(block_m=32, block_t=8, block_k=64, splits=1, num_warps=2, num_stages=2)
+SMALL = Config(block_m=32, block_t=8, block_k=64, slices=1, num_warps=2, num_stages=2)
 
 
 def run(x, weight, config, out_dtype=torch.float32):
@@ -39,18 +39,18 @@ def case(T, G, out, width, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("slices", [1, 2, 4])
 # one of each, odd rows with a tail of K, groups that end inside a scale's block, two tiles of tokens
 @pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 1, 32), (3, 1, 77, 96), (2, 2, 136, 160), (11, 1, 40, 256)])
-def test_interpreted_matches_reference(kind, splits, T, G, out, width):
+def test_interpreted_matches_reference(kind, slices, T, G, out, width):
     x, weight, want = case(T, G, out, width, kind)
-    assert worst_row_err(run(x, weight, replace(SMALL, splits=splits)), want) < FP32_STEP
+    assert worst_row_err(run(x, weight, replace(SMALL, slices=slices)), want) < FP32_STEP
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
-def test_more_splits_than_there_is_of_k(kind):
+def test_more_slices_than_there_is_of_k(kind):
     x, weight, want = case(2, 1, 9, 64, kind)
-    assert rel_err(run(x, weight, replace(SMALL, splits=8)), want) < FP32_STEP
+    assert rel_err(run(x, weight, replace(SMALL, slices=8)), want) < FP32_STEP
 
 
 def test_a_token_does_not_see_its_neighbours():

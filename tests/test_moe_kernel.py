@@ -22,7 +22,7 @@ from deepdecode.kernels.moe_plan import Case, Config, plan, supports  # noqa: E4
 
 FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 there
 LIMIT = 10.0
-SMALL = Config(block_i=16, block_k=64, block_m=32, block_k2=64, block_t=8, shared_t=8, num_warps=2, num_stages=2)
+SMALL = Config(block_i=16, block_k=64, block_m=32, block_k2=64, block_t=8, shared_t=8, slices=1, num_warps=2, num_stages=2)
 
 
 def run(x, ids, weights, w, config=SMALL):

@@ -31,12 +31,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Config:
-    """Programs take block_m rows for block_t tokens, block_k columns at a time, over one of `splits` parts of K."""
+    """Programs take block_m rows for block_t tokens, block_k columns at a time.
+
+    slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
+    """
 
     block_m: int
     block_t: int
     block_k: int
-    splits: int
+    slices: int
     num_warps: int
     num_stages: int
 
@@ -58,11 +61,6 @@ def supports(case: Case, card: Card) -> str | None:
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
     block_t = next((size for size in (8, 16, 32) if size >= case.T), 64)
-    block_m = 64
-    block_k = 128 if case.weight in ("fp8", "fp4") else 64
-    tiles = -(-case.out // block_m) * case.groups * -(-case.T // block_t)
-    splits = 1
-    # two programs on every SM, at least four steps of K each
-    while splits < 16 and tiles * splits < 2 * card.sms and 8 * splits * block_k <= case.K:
-        splits *= 2
-    return Config(block_m, block_t, block_k, splits, num_warps=4, num_stages=4 if case.weight != "float32" else 2)
+    if block_t <= 16:
+        return Config(16, block_t, 128, slices=4, num_warps=4, num_stages=3)
+    return Config(64, block_t, 128 if case.weight != "float32" else 64, slices=1, num_warps=4, num_stages=3)

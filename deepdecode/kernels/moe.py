@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
-from deepdecode.kernels.linear import KINDS, bits, layout_reason, product, weight_name
+from deepdecode.kernels.linear import KINDS, bits, layout_reason, product, rows_of, weight_name
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
-from deepdecode.kernels.widen import FP4, FP8
 
 # ids that a program looks at at once
 MAX_CHUNK = 512
@@ -58,17 +57,6 @@ def _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK: tl.constexpr, BLOC
         found += tl.sum(tl.where(number[:, None] == wanted[None, :], pair[:, None], 0), 0)
         count += tl.sum(same, 0)
     return found
-
-
-@triton.jit
-def _rows(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND: tl.constexpr):
-    """Pointers at the first columns of rows and of their scales."""
-    scale_row = scale_ptr
-    if KIND == FP8:
-        scale_row += (row // 128).to(tl.int64) * stride_scale
-    elif KIND == FP4:
-        scale_row += row.to(tl.int64) * stride_scale
-    return w_ptr + row.to(tl.int64) * stride_w, scale_row
 
 
 @triton.jit
@@ -122,6 +110,7 @@ def w13_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SHARED_T: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -134,20 +123,18 @@ def w13_kernel(
     if job < shared_jobs:
         if tl.program_id(0) * BLOCK_I < SHARED_I:
             row = tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I
-            w_row, scale_row = _rows(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+            w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
             t = job * SHARED_T + tl.arange(0, SHARED_T)
             acc = product(
-                tl.zeros([M, SHARED_T], tl.float32),
                 x_ptr + t.to(tl.int64) * stride_x,
                 t < T,
                 w_row,
                 scale_row,
-                0,
-                K,
                 K,
                 SHARED_KIND,
                 SHARED_E8M0,
                 EVEN,
+                SLICES,
                 BLOCK_K,
                 INTERPRET,
             )
@@ -158,7 +145,7 @@ def w13_kernel(
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
             row = tl.minimum(i, I - 1) + is_up * I
-            w_row, scale_row = _rows(
+            w_row, scale_row = rows_of(
                 w_ptr + expert.to(tl.int64) * stride_we,
                 scale_ptr + expert.to(tl.int64) * stride_se,
                 row,
@@ -170,17 +157,15 @@ def w13_kernel(
                 pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
                 live = begin + tl.arange(0, BLOCK_T) < count
                 acc = product(
-                    tl.zeros([M, BLOCK_T], tl.float32),
                     x_ptr + (pair // top_k).to(tl.int64) * stride_x,
                     live,
                     w_row,
                     scale_row,
-                    0,
-                    K,
                     K,
                     KIND,
                     E8M0,
                     EVEN,
+                    SLICES,
                     BLOCK_K,
                     INTERPRET,
                 )
@@ -224,6 +209,7 @@ def w2_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SHARED_T: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -232,20 +218,18 @@ def w2_kernel(
     row = tl.minimum(m, C - 1)
     job = tl.program_id(1)
     if job < shared_jobs:
-        w_row, scale_row = _rows(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+        w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
         t = job * SHARED_T + tl.arange(0, SHARED_T)
         acc = product(
-            tl.zeros([BLOCK_M, SHARED_T], tl.float32),
             shared_h_ptr + t.to(tl.int64) * SHARED_I,
             t < T,
             w_row,
             scale_row,
-            0,
-            SHARED_I,
             SHARED_I,
             SHARED_KIND,
             SHARED_E8M0,
             SHARED_EVEN,
+            SLICES,
             BLOCK_K,
             INTERPRET,
         )
@@ -254,7 +238,7 @@ def w2_kernel(
     else:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
-            w_row, scale_row = _rows(
+            w_row, scale_row = rows_of(
                 w_ptr + expert.to(tl.int64) * stride_we,
                 scale_ptr + expert.to(tl.int64) * stride_se,
                 row,
@@ -266,19 +250,7 @@ def w2_kernel(
                 pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
                 live = begin + tl.arange(0, BLOCK_T) < count
                 acc = product(
-                    tl.zeros([BLOCK_M, BLOCK_T], tl.float32),
-                    h_ptr + pair.to(tl.int64) * I,
-                    live,
-                    w_row,
-                    scale_row,
-                    0,
-                    I,
-                    I,
-                    KIND,
-                    E8M0,
-                    EVEN,
-                    BLOCK_K,
-                    INTERPRET,
+                    h_ptr + pair.to(tl.int64) * I, live, w_row, scale_row, I, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET
                 )
                 at = y_ptr + (pair.to(tl.int64) * C)[None, :] + m[:, None]
                 tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
@@ -338,6 +310,7 @@ def launch(
         "CHUNK": max(16, min(MAX_CHUNK, triton.next_power_of_2(pairs))),
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
+        "SLICES": config.slices,
         "INTERPRET": not x.is_cuda,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -371,7 +344,7 @@ def launch(
         scales[2].stride(0),
         E8M0=e8m0[0],
         SHARED_E8M0=e8m0[2],
-        EVEN=C % config.block_k == 0,
+        EVEN=C % (config.slices * config.block_k) == 0,
         BLOCK_I=config.block_i,
         BLOCK_K=config.block_k,
         **common,
@@ -401,8 +374,8 @@ def launch(
         scales[3].stride(0),
         E8M0=e8m0[1],
         SHARED_E8M0=e8m0[3],
-        EVEN=I % config.block_k2 == 0,
-        SHARED_EVEN=shared_I % config.block_k2 == 0,
+        EVEN=I % (config.slices * config.block_k2) == 0,
+        SHARED_EVEN=shared_I % (config.slices * config.block_k2) == 0,
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k2,
         **common,

@@ -27,7 +27,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Config:
-    """w13 takes block_i columns of h and block_k of K at a time, w2 block_m and block_k2; block_t pairs, shared_t tokens."""
+    """w13 takes block_i columns of h and block_k of K at a time, w2 block_m and block_k2; block_t pairs, shared_t tokens.
+
+    slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
+    """
 
     block_i: int
     block_k: int
@@ -35,6 +38,7 @@ class Config:
     block_k2: int
     block_t: int
     shared_t: int
+    slices: int
     num_warps: int
     num_stages: int
 
@@ -60,4 +64,4 @@ def plan(case: Case, card: Card) -> Config:
     # tokens that an expert meets on average, if all are as likely
     block_t = 8 if case.T * case.top_k <= 4 * case.E else 16
     shared_t = next((size for size in (8, 16) if size >= case.T), 32)
-    return Config(32, 128, 64, 128, block_t, shared_t, num_warps=4, num_stages=4)
+    return Config(32, 128, 64, 128, block_t, shared_t, slices=1, num_warps=4, num_stages=4)
