@@ -1,15 +1,23 @@
-"""The runner: prefill, batched decode and sampling of one model in one process (or one rank of a tensor-parallel group)."""
+"""The runner: prefill, batched decode and sampling of one model in one process (or one rank of a tensor-parallel group).
 
+On a GPU a decode step, sampling included, is one CUDA graph for each size of batch: what varies is read from the device.
+"""
+
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from deepdecode.graphs import Captured
 from deepdecode.kvcache import KVCache
 from deepdecode.model import ALONE, Collectives, ModelWeights, forward
+from deepdecode.ops._check import kernel_runs
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.table import Ops
 
+log = logging.getLogger("deepdecode")
 # tokens of a prompt in one forward: bounds the activations, changes no result
 PREFILL_CHUNK = 512
 
@@ -67,6 +75,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, max_len: int) ->
             raise ValueError(f"generate: prompt {row} must have token ids in [0, {vocab}), got {bad}")
 
 
+def bucket(batch: int, most: int) -> int:
+    """Rows of the graph that decodes a batch: powers of two to 8, multiples of 8 to 64, of 32 beyond; `most` at the most."""
+    if batch <= 8:
+        return min(most, 1 << (batch - 1).bit_length())
+    step = 8 if batch <= 64 else 32
+    return min(most, -(-batch // step) * step)
+
+
 class Runner:
     """A model, its caches and its table of ops.
 
@@ -78,6 +94,8 @@ class Runner:
         ops: the table to run on.
         ranks: collectives of the tensor-parallel group.
         progress: called with the tokens of a prompt that are done, and all of them, after each chunk.
+        graphs: decode by CUDA graphs; None: on a GPU, where one rank is alone. A table that cannot be captured, as one with
+            a reference that asks the host, is said in the log and runs launch by launch.
     """
 
     def __init__(
@@ -92,6 +110,7 @@ class Runner:
         ranks: Collectives = ALONE,
         prefill_chunk: int = PREFILL_CHUNK,
         progress: Callable[[int, int], None] | None = None,
+        graphs: bool | None = None,
     ) -> None:
         config = weights.config
         if not 1 <= max_len <= config.max_positions:
@@ -102,6 +121,11 @@ class Runner:
         self.max_len, self.prefill_chunk, self.progress = max_len, prefill_chunk, progress
         self.device = weights.embed.device
         self.cache = KVCache(config, slots=slots, max_len=max_len, window_page=window_page, fmt=fmt, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        if graphs and not on_gpu:
+            raise ValueError(f"runner: graphs must be False or None off a GPU, got {graphs}")
+        self.graphs = on_gpu and ranks is ALONE if graphs is None else graphs
+        self._buckets: dict[int, _Bucket] = {}
 
     @torch.inference_mode()
     def prefill(self, slot: int, ids: Sequence[int], *, start: int = 0, every: bool = False) -> torch.Tensor:
@@ -129,6 +153,11 @@ class Runner:
         """One token of each of B sequences, at its position. Returns logits [B, vocab]."""
         for slot, position in zip(slots, positions, strict=True):
             self.cache.reserve(slot, position + 1)
+        if self.graphs and len(slots):
+            found = self._replay(slots, tokens, positions, [0] * len(slots), Sampling())
+            if found is not None:
+                # the next replay writes the same place
+                return found.logits[: len(slots)].clone()
         step = self.cache.step(
             torch.tensor(tokens, device=self.device),
             torch.tensor(positions, dtype=torch.int32, device=self.device),
@@ -136,6 +165,43 @@ class Runner:
             prefill=False,
         )
         return forward(self.weights, self.cache.layers, step, self.ops, ranks=self.ranks)
+
+    def _replay(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+    ) -> "_Bucket | None":
+        """Run the step's graph, captured at its first use; None where this table has none."""
+        T = bucket(len(slots), self.cache.slots)
+        # rows beyond the batch are padded ones
+        more = [0] * (T - len(slots))
+        ints = torch.tensor([[*tokens, *more], [*positions, *more], [*slots, *(-1 for _ in more)], [*seeds, *more]])
+        try:
+            if T not in self._buckets:
+                self._buckets[T] = _Bucket(self, ints, sampling)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            log.warning("runner: decode runs launch by launch, since a step of %d rows cannot be captured: %s", T, reason)
+            self.graphs = False
+            return None
+        self._buckets[T].run(ints, sampling)
+        return self._buckets[T]
+
+    @torch.inference_mode()
+    def _next(self, batch: list[Row], sampling: Sampling) -> list[int]:
+        """Decode one step of the batch and sample a token for each sequence."""
+        slots, tokens = [s.slot for s in batch], [s.ids[-1] for s in batch]
+        positions = [len(s.ids) - 1 for s in batch]
+        if self.graphs:
+            for slot, position in zip(slots, positions, strict=True):
+                self.cache.reserve(slot, position + 1)
+            found = self._replay(slots, tokens, positions, [_seed(s, sampling) for s in batch], sampling)
+            if found is not None:
+                return found.sampled[: len(batch)].tolist()
+        return self._sample(batch, self.decode(slots, tokens, positions), sampling)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Token]:
         """Generate for every prompt and yield tokens as they come, rows of a step in order.
@@ -162,29 +228,29 @@ class Runner:
                         continue
                     seq.slot = self.cache.acquire()
                     running.append(seq)
-                    yield from self._take([seq], self.prefill(seq.slot, seq.ids)[None], sampling)
+                    logits = self.prefill(seq.slot, seq.ids)[None]
+                    yield from self._take([seq], self._sample([seq], logits, sampling), sampling)
                     running = self._drop_finished(running)
                 if running:
-                    logits = self.decode(
-                        [s.slot for s in running], [s.ids[-1] for s in running], [len(s.ids) - 1 for s in running]
-                    )
-                    yield from self._take(running, logits, sampling)
+                    yield from self._take(running, self._next(running, sampling), sampling)
                     running = self._drop_finished(running)
         finally:
             for seq in running:
                 self.cache.release(seq.slot)
 
-    def _take(self, batch: list[Row], logits: torch.Tensor, sampling: Sampling) -> Iterator[Token]:
-        """Sample one token for each sequence of the batch, note it and why the row ends, if it does."""
+    def _sample(self, batch: list[Row], logits: torch.Tensor, sampling: Sampling) -> list[int]:
         B, device = len(batch), logits.device
-        tokens = self.ops.sample(
+        return self.ops.sample(
             logits,
             # float64: in float32 an accepted temperature or top_p could become 0 or infinite
             torch.full((B,), sampling.temperature, dtype=torch.float64, device=device),
             torch.full((B,), sampling.top_p, dtype=torch.float64, device=device),
-            torch.tensor([(sampling.seed + s.row + 2**63) % 2**64 - 2**63 for s in batch], device=device),
+            torch.tensor([_seed(s, sampling) for s in batch], device=device),
             torch.tensor([len(s.ids) for s in batch], device=device),
         ).tolist()
+
+    def _take(self, batch: list[Row], tokens: list[int], sampling: Sampling) -> Iterator[Token]:
+        """Note each sequence's new token and why the row ends, if it does."""
         for seq, token in zip(batch, tokens, strict=True):
             seq.ids.append(token)
             made = len(seq.ids) - seq.prompt_len
@@ -202,3 +268,47 @@ class Runner:
             if seq.finish:
                 self.cache.release(seq.slot)
         return [s for s in running if not s.finish]
+
+
+def _seed(row: Row, sampling: Sampling) -> int:
+    return (sampling.seed + row.row + 2**63) % 2**64 - 2**63
+
+
+class _Bucket:
+    """The decode step of a fixed number of rows as a graph: inputs and outputs that stay where they are.
+
+    inputs: int64 [4, T], rows of tokens, positions, slots and seeds; sampling: float64 [2], temperature and top_p.
+    logits: [T, vocab], sampled: int64 [T], of the last run.
+    """
+
+    def __init__(self, runner: Runner, ints: torch.Tensor, sampling: Sampling) -> None:
+        device, T = runner.device, ints.shape[1]
+        self.inputs = ints.to(device)
+        self.sampling = torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64, device=device)
+        self.sampled = torch.zeros(T, dtype=torch.int64, device=device)
+        self.logits = torch.empty(0)
+        # kernels of a replay, by entry
+        self.kernels: Counter[str] = Counter()
+
+        def work() -> None:
+            before = kernel_runs.copy()
+            tokens, positions, slots, seeds = self.inputs
+            where = runner.cache.step(tokens, positions.int(), slots.int(), prefill=False)
+            # the graph's own memory: every replay writes the same place
+            self.logits = forward(runner.weights, runner.cache.layers, where, runner.ops, ranks=runner.ranks)
+            temperature, top_p = self.sampling.unsqueeze(1).expand(2, T)
+            self.sampled.copy_(runner.ops.sample(self.logits, temperature, top_p, seeds, positions + 1))
+            self.kernels = kernel_runs - before
+
+        before = kernel_runs.copy()
+        self._captured = Captured(work, device)
+        # what the capture took to make is nobody's step
+        kernel_runs.clear()
+        kernel_runs.update(before)
+
+    def run(self, ints: torch.Tensor, sampling: Sampling) -> None:
+        self.inputs.copy_(ints)
+        self.sampling.copy_(torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64))
+        self._captured.replay()
+        if self._captured.launches is not None:
+            kernel_runs.update(self.kernels)

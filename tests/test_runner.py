@@ -6,11 +6,13 @@ import pytest
 import torch
 from small_checkpoint import PLAIN
 
+from deepdecode import runner as runner_module
 from deepdecode.checkpoint import seeded_model
 from deepdecode.kvcache import CacheFull
 from deepdecode.model import forward
+from deepdecode.ops._check import kernel_runs
 from deepdecode.ops.reference import REFERENCE
-from deepdecode.runner import Runner, Sampling
+from deepdecode.runner import Runner, Sampling, bucket
 from deepdecode.testing.numeric import rel_err, same_bits
 from deepdecode.tiny import CONFIG
 
@@ -196,3 +198,93 @@ def test_a_prompt_of_the_whole_context_gets_one_token(plain):
 def test_seeds_are_64_bits(seed):
     with pytest.raises(ValueError, match=f"sampling: seed must be a signed 64-bit integer, got {seed}"):
         Sampling(seed=seed)
+
+
+def test_buckets():
+    assert [bucket(n, 64) for n in (1, 2, 3, 5, 8, 9, 17, 33, 63, 64)] == [1, 2, 4, 8, 8, 16, 24, 40, 64, 64]
+    assert [bucket(n, 1000) for n in (65, 97, 1000)] == [96, 128, 1000]
+    assert [bucket(n, 5) for n in (3, 5)] == [4, 5]
+
+
+PROMPTS = [ids_of(n, seed=n) for n in (3, 20, 9, 40, 11)]
+
+
+def made_by(runner, **sampling):
+    rows = [[] for _ in PROMPTS]
+    for token in runner.generate(PROMPTS, Sampling(max_new_tokens=8, **sampling)):
+        rows[token.row].append(token.id)
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_decoding_by_buckets(plain, temperature):
+    """The step of a graph, padded rows and sampling included, called without one: batches of 3 and of 2."""
+    buckets = Runner(plain, max_len=60, slots=3, fmt="f32")
+    buckets.graphs = True
+    options = {"temperature": temperature, "top_p": 0.9, "seed": 7}
+    assert made_by(buckets, **options) == made_by(Runner(plain, max_len=60, slots=3, fmt="f32"), **options)
+    assert sorted(buckets._buckets) == [2, 3]
+
+
+def test_logits_of_a_bucket_stay(plain):
+    """What decode gives is the caller's: the next step of the same bucket does not change it."""
+    runner, eager = (Runner(plain, max_len=60, slots=4, fmt="f32") for _ in range(2))
+    runner.graphs = True
+    for one in (runner, eager):
+        for slot, ids in enumerate(PROMPTS[:3]):
+            assert one.cache.acquire() == slot
+            one.prefill(slot, ids)
+    given = [([0, 1, 2], [4, 5, 6], [3, 20, 9]), ([0, 1, 2], [7, 8, 9], [4, 21, 10])]
+    first, second = (runner.decode(*step) for step in given)
+    assert first.shape == (3, PLAIN.vocab_size)
+    assert sorted(runner._buckets) == [4]
+    for got, step in zip((first, second), given, strict=True):
+        assert rel_err(got, eager.decode(*step)) < ORDER_ERR
+
+
+def test_a_step_that_cannot_be_captured_runs_launch_by_launch(plain, monkeypatch, caplog):
+    def refuse(work, device):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(runner_module, "Captured", refuse)
+    runner = Runner(plain, max_len=60, slots=3, fmt="f32")
+    runner.graphs = True
+    assert made_by(runner) == made_by(Runner(plain, max_len=60, slots=3, fmt="f32"))
+    (record,) = caplog.records
+    assert "a step of 3 rows cannot be captured: operation not permitted when stream is capturing" in record.message
+    assert "more" not in record.message
+
+
+def test_graphs_need_a_gpu(plain):
+    with pytest.raises(ValueError, match="runner: graphs must be False or None off a GPU, got True"):
+        Runner(plain, max_len=60, fmt="f32", graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_graphs_give_what_launches_give(temperature):
+    weights = seeded_model(CONFIG, 3, device="cuda")
+    options = {"temperature": temperature, "top_p": 0.9, "seed": 7}
+    runners = [Runner(weights, max_len=60, slots=3, graphs=graphs) for graphs in (True, False)]
+    kernels = []
+    rows = []
+    for runner in runners:
+        before = kernel_runs.copy()
+        rows.append(made_by(runner, **options))
+        kernels.append(kernel_runs - before)
+    assert rows[0] == rows[1]
+    assert kernels[0] == kernels[1]
+    assert runners[0].graphs, "a step was not captured"
+    assert all(found._captured.launches for found in runners[0]._buckets.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+def test_references_that_ask_the_host_are_not_captured(caplog):
+    weights = seeded_model(PLAIN, 3, quantized=False, device="cuda")
+    runner = Runner(weights, max_len=60, slots=3, fmt="f32")
+    rows = made_by(runner)
+    assert rows == made_by(Runner(weights, max_len=60, slots=3, fmt="f32", graphs=False))
+    assert not runner.graphs
+    assert "cannot be captured" in caplog.text

@@ -9,7 +9,7 @@ import torch
 
 log = logging.getLogger("deepdecode")
 _said: set[str] = set()
-# how often each op's kernel was launched, by the name of its entry in `Ops` (a graph's replays are not counted)
+# how often each op's kernel was launched, by the name of its entry in `Ops` (the runner's graphs count at each replay)
 kernel_runs: Counter[str] = Counter()
 
 
