@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepdecode.kernels.attention_codes import convert, interpreted, place, place_bfloat16
 from deepdecode.kernels.attention_plan import Config, workspace_layout
 from deepdecode.ops.rows import PagedRows
 
@@ -30,152 +31,23 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
-def _convert(x, scale):
-    """int32 of 4 E4M3 codes, float16 bits of a scale -> the 4 values in float16, by the conversion of sm_89 and later.
-
-    One instance takes two words and their scales, so that a register holds the same code of both.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, f, s, t, u, v;
-        .reg .b16 al, ah, bl, bh;
-        prmt.b32 f, $6, $7, 0x5410;
-        prmt.b32 a, $4, $5, 0x5140;
-        prmt.b32 b, $4, $5, 0x7362;
-        mov.b32 {al, ah}, a;
-        mov.b32 {bl, bh}, b;
-        cvt.rn.f16x2.e4m3x2 s, al;
-        cvt.rn.f16x2.e4m3x2 t, ah;
-        cvt.rn.f16x2.e4m3x2 u, bl;
-        cvt.rn.f16x2.e4m3x2 v, bh;
-        mul.rn.f16x2 $0, s, f;
-        mul.rn.f16x2 $1, t, f;
-        mul.rn.f16x2 $2, u, f;
-        mul.rn.f16x2 $3, v, f;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r",
-        [x, scale],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _place(x, scale):
-    """The same by integer arithmetic. Placed bits read 2**-8 times the code, so `scale` holds 2**8 more.
-
-    What is above 0x3f00, the largest number's bits, is a NaN code: the comparison gives the bits of a NaN to add, or 0.
-    What prmt leaves in the low bytes is masked away.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, f, s, t, u, v, h, i, j, k, l;
-        mov.b32 l, 0x3f003f00;
-        prmt.b32 f, $6, $7, 0x5410;
-        prmt.b32 a, $4, $5, 0x4404;
-        prmt.b32 b, $4, $5, 0x5515;
-        prmt.b32 c, $4, $5, 0x6626;
-        prmt.b32 d, $4, $5, 0x7737;
-        shr.u32 s, a, 1;
-        shr.u32 t, b, 1;
-        shr.u32 u, c, 1;
-        shr.u32 v, d, 1;
-        and.b32 s, s, 0x3f803f80;
-        and.b32 t, t, 0x3f803f80;
-        and.b32 u, u, 0x3f803f80;
-        and.b32 v, v, 0x3f803f80;
-        set.gt.u32.f16x2 h, s, l;
-        set.gt.u32.f16x2 i, t, l;
-        set.gt.u32.f16x2 j, u, l;
-        set.gt.u32.f16x2 k, v, l;
-        lop3.b32 a, a, 0x80008000, s, 0xea;
-        lop3.b32 b, b, 0x80008000, t, 0xea;
-        lop3.b32 c, c, 0x80008000, u, 0xea;
-        lop3.b32 d, d, 0x80008000, v, 0xea;
-        fma.rn.f16x2 $0, a, f, h;
-        fma.rn.f16x2 $1, b, f, i;
-        fma.rn.f16x2 $2, c, f, j;
-        fma.rn.f16x2 $3, d, f, k;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r",
-        [x, scale],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _place_bfloat16(x, scale):
-    """The same in bfloat16, for any scale. Placed bits read 2**-120 times the code; 0x7180 is 2**100, and `scale` holds the
-    other 2**20: one factor alone would leave bfloat16 from 2**8 on. -0.0 is the neutral addend (mul.bf16x2 needs sm_90)."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, s, t, u, v, z, k, f;
-        mov.b32 z, 0x80008000;
-        mov.b32 k, 0x71807180;
-        prmt.b32 f, $6, $7, 0x5410;
-        prmt.b32 a, $4, $5, 0x4404;
-        prmt.b32 b, $4, $5, 0x5515;
-        prmt.b32 c, $4, $5, 0x6626;
-        prmt.b32 d, $4, $5, 0x7737;
-        shr.u32 s, a, 4;
-        shr.u32 t, b, 4;
-        shr.u32 u, c, 4;
-        shr.u32 v, d, 4;
-        and.b32 a, a, 0x80008000;
-        and.b32 b, b, 0x80008000;
-        and.b32 c, c, 0x80008000;
-        and.b32 d, d, 0x80008000;
-        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
-        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
-        lop3.b32 c, c, u, 0x07f007f0, 0xf8;
-        lop3.b32 d, d, v, 0x07f007f0, 0xf8;
-        fma.rn.bf16x2 a, a, k, z;
-        fma.rn.bf16x2 b, b, k, z;
-        fma.rn.bf16x2 c, c, k, z;
-        fma.rn.bf16x2 d, d, k, z;
-        fma.rn.bf16x2 $0, a, f, z;
-        fma.rn.bf16x2 $1, b, f, z;
-        fma.rn.bf16x2 $2, c, f, z;
-        fma.rn.bf16x2 $3, d, f, z;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r",
-        [x, scale],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _code(word, byte: tl.constexpr, scale):
-    """The interpreter's E4M3: the same placement, one code at a time in float32."""
-    code = (word >> (8 * byte)) & 0xFF
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.3292279957849159e36 * scale  # 2**120
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
 def _quarters(x, scale, FORM: tl.constexpr, N: tl.constexpr):
     """int32 [N, 8, 16] of codes, E8M0 int32 [N, 8] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
     if FORM == "interpreted":
         s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
-        v0, v1, v2, v3 = _code(x, 0, s), _code(x, 1, s), _code(x, 2, s), _code(x, 3, s)
+        v0, v1, v2, v3 = interpreted(x, 0, s), interpreted(x, 1, s), interpreted(x, 2, s), interpreted(x, 3, s)
     elif FORM == "convert":
         # 2**(scale - 127); 2**-15 is a denormal
         factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
-        v0, v1, v2, v3 = _convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
     elif FORM == "place":
-        v0, v1, v2, v3 = _place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
         factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
         # -0x7F7F7F80: the top bit of each byte
         is_nan = (((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
-        v0, v1, v2, v3 = _place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
+        v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
     return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
 
 
@@ -283,8 +155,8 @@ def _load_q(ptr, row, mask, FP8: tl.constexpr):
 
 
 @triton.jit
-def _bits(x):
-    return x.to(tl.uint16, bitcast=True).to(tl.int64)
+def _bits(x, TYPE: tl.constexpr):
+    return x.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int64)
 
 
 @triton.jit
@@ -294,8 +166,7 @@ def _store(ptr, row, mask, a0, a1, a2, a3, a_rope, TYPE: tl.constexpr, FP8: tl.c
     at = ptr + row[None, :] * 512
     seen = mask[None, :] & (i < (112 if FP8 else 128))
     if FP8 and not INTERPRET:
-        a0, a1, a2, a3 = _bits(a0.to(TYPE)), _bits(a1.to(TYPE)), _bits(a2.to(TYPE)), _bits(a3.to(TYPE))
-        packed = a0 | (a1 << 16) | (a2 << 32) | (a3 << 48)
+        packed = _bits(a0, TYPE) | (_bits(a1, TYPE) << 16) | (_bits(a2, TYPE) << 32) | (_bits(a3, TYPE) << 48)
         tl.store(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, packed, mask=seen)
     else:
         FIRST: tl.constexpr = 4 if FP8 else 1
@@ -587,7 +458,7 @@ def launch(
     config: Config,
 ) -> None:
     """Fill out and lse; `deepdecode.ops.attention` has checked the arguments, and T > 0. Allocates only a missing workspace."""
-    T, H, _ = q.shape
+    T = q.shape[0]
     if T > MAX_TOKENS:
         for begin in range(0, T, MAX_TOKENS):
             part = slice(begin, begin + MAX_TOKENS)
@@ -614,23 +485,28 @@ def launch(
             *given, extra_keys=extra_keys, sink=sink, scale=scale, out=out, lse=lse, parts=parts, config=config
         )
     if splits > 1:
-        merge_kernel[T, H](
-            sink,
-            out,
-            lse,
-            parts.out,
-            parts.lse,
-            parts.unit,
-            H,
-            splits,
-            HAS_SINK=sink is not None,
-            HAS_LSE=lse is not None,
-            BLOCK_S=min(16, triton.next_power_of_2(splits)),
-            UNITS=2 if config.kernel == "wide" else 1,
-            PDL=config.pdl,
-            num_warps=config.merge_warps,
-            **({"launch_pdl": True} if config.pdl else {}),
-        )
+        launch_merge(sink, out, lse, parts, config)
+
+
+def launch_merge(sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None, parts: Parts, config: Config) -> None:
+    T, H, _ = out.shape
+    merge_kernel[T, H](
+        sink,
+        out,
+        lse,
+        parts.out,
+        parts.lse,
+        parts.unit,
+        out.shape[1],
+        config.splits,
+        HAS_SINK=sink is not None,
+        HAS_LSE=lse is not None,
+        BLOCK_S=min(16, triton.next_power_of_2(config.splits)),
+        UNITS=2 if config.kernel == "wide" else 1,
+        PDL=config.pdl,
+        num_warps=config.merge_warps,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
 
 
 def _launch_split(
