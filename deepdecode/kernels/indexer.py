@@ -91,6 +91,7 @@ def indexer_score_kernel(
     PAGE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -129,6 +130,9 @@ def indexer_score_kernel(
             keys = tl.load(row_ptr[:, None] + channel[None, :], mask=live[:, None], other=0.0)
             dots = tl.dot(_widen(keys, WIDEN), q)  # [BLOCK_N, BLOCK_H]
             hits = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            if PADDED:
+                # a head that is not there makes NaN of a key's infinity
+                hits = tl.where((head < heads)[None, :], hits, 0.0)
             score = tl.sum(hits, 1)
             if FP8:
                 scale_ptr = (page_ptr + PAGE * 128).to(tl.pointer_type(tl.float32)) + entry % PAGE
@@ -318,7 +322,7 @@ def score(
         # codes as E4M3 values, or as bytes where no instruction knows them
         as_type = torch.uint8 if config.widen == "bits" else torch.float8_e4m3fn
         data, index_q = data.view(as_type), index_q.view(as_type)
-    stride = row_stride(case, config.block_n)
+    stride, block_h = row_stride(case, config.block_n), max(16, triton.next_power_of_2(heads))
     indexer_score_kernel[config.splits, T](
         index_q,
         index_weights,
@@ -341,7 +345,8 @@ def score(
         WIDEN=config.widen,
         PAGE=keys.page_size,
         ALIGN=config.align,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        BLOCK_H=block_h,
+        PADDED=block_h != heads,
         BLOCK_N=config.block_n,
         GROUP=config.group,
         STAGES=config.num_stages,
@@ -408,6 +413,7 @@ def compile_args(
     both = {"PAGE": case.page_size, "GROUP": config.group, "PDL": config.pdl}
     score = {"FP8": fp8, "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages, "BLOCK_N": config.block_n}
     score["BLOCK_H"] = max(16, triton.next_power_of_2(case.heads))
+    score["PADDED"] = score["BLOCK_H"] != case.heads
     select = {"BLOCK_G": block_g, "BLOCK_N": block_n, "BLOCK_K": triton.next_power_of_2(case.topk), "CHUNK": CHUNK}
 
     def only(kernel: triton.JITFunction) -> dict[str, str]:

@@ -7,8 +7,14 @@ entries stand in the topk best groups, so it reads a number of scores that does 
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepdecode.cards import Card
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepdecode.ops.rows import PagedRows
 
 # bytes of one key, scale included
 KEY_BYTES = {"fp8_132": 132, "bf16": 256}
@@ -53,6 +59,32 @@ class Config:
     align: int
     widen: str
     pdl: bool
+
+
+def case_of(
+    index_q: "torch.Tensor",
+    index_weights: "torch.Tensor",
+    keys: "PagedRows",
+    block_tables: "torch.Tensor",
+    slots: "torch.Tensor",
+    lens: "torch.Tensor",
+    topk: int,
+) -> Case:
+    """The case of one call's arguments."""
+    T, heads, width = index_q.shape
+    align = math.gcd(16, keys.data.data_ptr(), keys.data.stride(0) * keys.data.element_size())
+    return Case(
+        T=T,
+        heads=heads,
+        entries=block_tables.shape[1] * keys.page_size,
+        topk=topk,
+        page_size=keys.page_size,
+        fmt=keys.fmt,
+        q_dtype=str(index_q.dtype).removeprefix("torch."),
+        weights_dtype=str(index_weights.dtype).removeprefix("torch."),
+        width=width,
+        align=4 if align == 8 else align,
+    )
 
 
 def supports(case: Case, card: Card) -> str | None:
