@@ -40,7 +40,7 @@ MAY = {
     "env": {"cards", "kernels", "support"},
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
     "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
-    "ladder": {"bench", "checkpoint", "config", "errors", "kernels", "kvcache", "ladder", "model", "ops", "progress"}
+    "ladder": {"bench", "cards", "checkpoint", "config", "errors", "kernels", "kvcache", "ladder", "model", "ops", "progress"}
     | {"runner", "rungs", "slices", "testing", "tiny", "trace"},
     "cli": {"errors", "generate", "inspect", "plan", "env", "bench", "ladder", "kernels", "ops", "cards", "config", "trace"},
     "__main__": {"cli"},

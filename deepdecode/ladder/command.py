@@ -131,7 +131,7 @@ def _offline(request: Request, rungs: Sequence[Rung]) -> int:
     else:
         _print(request, offline_doc(document, [rung.name for rung in rungs]))
     print(f"ladder: {SAID}", file=sys.stderr)
-    return 1 if any(not check.get("passed") for check in document["checks"]) else 0
+    return 1 if any(check["passed"] is False for check in document["checks"]) else 0
 
 
 def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...], config: ModelConfig) -> int:
