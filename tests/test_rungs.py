@@ -183,8 +183,11 @@ def test_row_kernels(fmt, page_size):
         codes = slice(0, 448 if fmt == "fp8_584" else 128)
         written = expected[:, codes] != 0
         assert (got[:, codes] != expected[:, codes])[written].float().mean() < FP8_FEW
-    else:
+    elif fmt == "fp8_584":
         assert same_bits(got, expected)
+    else:
+        # torch divides by a constant as it multiplies by the inverse: a scale can differ in its last bit
+        assert rel_err(got, expected) < 1e-3
     # scales, and the byte beside them, have no step to differ by
     if fmt == "fp8_584":
         body = page_size * 576

@@ -42,10 +42,15 @@ def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple
     return q, rest.reshape(T, config.index_heads, config.index_head_dim) if rest.shape[1] else None
 
 
-def turns(positions: Tensor, freqs: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _imaginary(freqs: Tensor, inverse: bool) -> Tensor:
+    """Engines read rotations from tables; the part of the work that a position does not change is done once here too."""
+    return torch.complex(torch.zeros_like(freqs), -freqs if inverse else freqs)
+
+
+def turns(positions: Tensor, freqs: Tensor, *, inverse: bool = False) -> Tensor:
     """complex64 [T, R / 2]: what a rotation multiplies pairs by."""
-    angles = positions.float()[:, None] * freqs
-    return torch.polar(torch.ones_like(angles), angles)
+    return (positions[:, None] * _imaginary(freqs, inverse)).exp()
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ def _hadamard(x: Tensor) -> Tensor:
 def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
     T, H, D = o.shape
     per_group = weights.wo_a.shape[-1]
-    o = rotate(o, turns(positions, -freqs)).reshape(T, H * D // per_group, per_group)
+    o = rotate(o, turns(positions, freqs, inverse=True)).reshape(T, H * D // per_group, per_group)
     return linear(grouped_linear(o, weights.wo_a).reshape(T, -1), weights.wo_b)
 
 
