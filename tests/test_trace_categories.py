@@ -93,8 +93,8 @@ def test_every_kernel_of_this_package_is_placed_by_its_file():
     misplaced = {}
     for path in sorted([*(ROOT / "deepdecode" / "kernels").glob("*.py"), *(ROOT / "deepdecode" / "fallback").glob("*.py")]):
         # helpers are inlined; only kernels are launched
-        for name in re.findall(r"@triton\.jit[^@]*?\ndef (\w+_kernel)\(", path.read_text()):
-            if why(name).category not in belongs.get(path.stem, set(CATEGORIES) - {"unknown"}):
+        for name in re.findall(r"@(?:triton|gluon)\.jit[^@]*?\ndef (\w+_kernel)\(", path.read_text()):
+            if why(name).category not in belongs.get(path.stem.removesuffix("_sm90"), set(CATEGORIES) - {"unknown"}):
                 misplaced[f"{path.stem}.{name}"] = why(name).category
     assert misplaced == {}
 
