@@ -10,7 +10,7 @@ import triton.language as tl
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.codes import FP4, FP8, PLAIN
 from deepdecode.kernels.linear_plan import Case, Config, plan, supports
-from deepdecode.kernels.product import rows_product, slices_product
+from deepdecode.kernels.product import product
 
 KINDS = {"plain": PLAIN, "fp8": FP8, "fp4": FP4}
 
@@ -24,27 +24,6 @@ def rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND: tl.constexpr):
     elif KIND == FP4:
         scale_row += row.to(tl.int64) * stride_scale
     return w_ptr + row.to(tl.int64) * stride_w, scale_row
-
-
-@triton.jit
-def product(
-    x_row,
-    x_live,
-    w_row,
-    scale_row,
-    K,
-    KIND: tl.constexpr,
-    E8M0: tl.constexpr,
-    EVEN: tl.constexpr,
-    SLICES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    if SLICES > 1:
-        acc = slices_product(x_row, x_live, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET)
-    else:
-        acc = rows_product(x_row, x_live, w_row, scale_row, K, KIND, E8M0, EVEN, BLOCK_K, INTERPRET)
-    return acc
 
 
 @triton.jit(do_not_specialize=["T", "OUT"])
@@ -64,6 +43,7 @@ def linear_kernel(
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -77,7 +57,7 @@ def linear_kernel(
     # rows past the last read the last again, and are not stored
     w_row, scale_row = rows_of(w_ptr, scale_ptr, group * OUT + tl.minimum(m, OUT - 1), stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
-    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET)
+    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, WORDS, SLICES, BLOCK_K, INTERPRET)
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
 
@@ -92,6 +72,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
     T, G, K = x.shape
     OUT = out.shape[2]
     codes, scales = bits(w), w if scale is None else bits(scale)
+    even = K % (config.slices * config.block_k) == 0
     linear_kernel[triton.cdiv(T, config.block_t), triton.cdiv(OUT, config.block_m), G](
         x,
         codes,
@@ -107,7 +88,8 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         G * OUT,
         KIND=KINDS[kind],
         E8M0=scales.dtype == torch.uint8,
-        EVEN=K % (config.slices * config.block_k) == 0,
+        EVEN=even,
+        WORDS=even and scale_words(scales, kind, config.block_k),
         SLICES=config.slices,
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
@@ -116,6 +98,12 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def scale_words(scales: torch.Tensor, kind: str, block_k: int) -> bool:
+    """Whether the FP4 scales of each tile's rows are whole words."""
+    size = block_k // 32
+    return kind == "fp4" and size > 1 and not any(at % size for at in (scales.data_ptr(), *scales.stride()[:-1]))
 
 
 def weight_name(w: torch.Tensor, kind: str) -> str:

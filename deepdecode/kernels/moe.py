@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
-from deepdecode.kernels.linear import KINDS, bits, layout_reason, product, rows_of, weight_name
+from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, scale_words, weight_name
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
+from deepdecode.kernels.product import product
 
 # ids that a program looks at at once
 MAX_CHUNK = 512
@@ -105,6 +106,8 @@ def w13_kernel(
     E8M0: tl.constexpr,
     SHARED_E8M0: tl.constexpr,
     EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHARED_WORDS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -134,6 +137,7 @@ def w13_kernel(
                 SHARED_KIND,
                 SHARED_E8M0,
                 EVEN,
+                SHARED_WORDS,
                 SLICES,
                 BLOCK_K,
                 INTERPRET,
@@ -165,6 +169,7 @@ def w13_kernel(
                     KIND,
                     E8M0,
                     EVEN,
+                    WORDS,
                     SLICES,
                     BLOCK_K,
                     INTERPRET,
@@ -204,6 +209,8 @@ def w2_kernel(
     SHARED_E8M0: tl.constexpr,
     EVEN: tl.constexpr,
     SHARED_EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHARED_WORDS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -229,6 +236,7 @@ def w2_kernel(
             SHARED_KIND,
             SHARED_E8M0,
             SHARED_EVEN,
+            SHARED_WORDS,
             SLICES,
             BLOCK_K,
             INTERPRET,
@@ -250,7 +258,18 @@ def w2_kernel(
                 pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
                 live = begin + tl.arange(0, BLOCK_T) < count
                 acc = product(
-                    h_ptr + pair.to(tl.int64) * I, live, w_row, scale_row, I, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET
+                    h_ptr + pair.to(tl.int64) * I,
+                    live,
+                    w_row,
+                    scale_row,
+                    I,
+                    KIND,
+                    E8M0,
+                    EVEN,
+                    WORDS,
+                    SLICES,
+                    BLOCK_K,
+                    INTERPRET,
                 )
                 at = y_ptr + (pair.to(tl.int64) * C)[None, :] + m[:, None]
                 tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
@@ -303,6 +322,8 @@ def launch(
     scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
     e8m0 = [s.dtype == torch.uint8 for s in scales]
     shared_jobs = triton.cdiv(T, config.shared_t)
+    even13 = C % (config.slices * config.block_k) == 0
+    even2, shared_even2 = (width % (config.slices * config.block_k2) == 0 for width in (I, shared_I))
     common = {
         "KIND": KINDS[kind],
         "SHARED_KIND": KINDS[shared_kind],
@@ -344,7 +365,9 @@ def launch(
         scales[2].stride(0),
         E8M0=e8m0[0],
         SHARED_E8M0=e8m0[2],
-        EVEN=C % (config.slices * config.block_k) == 0,
+        EVEN=even13,
+        WORDS=even13 and scale_words(scales[0], kind, config.block_k),
+        SHARED_WORDS=even13 and scale_words(scales[2], shared_kind, config.block_k),
         BLOCK_I=config.block_i,
         BLOCK_K=config.block_k,
         **common,
@@ -374,8 +397,10 @@ def launch(
         scales[3].stride(0),
         E8M0=e8m0[1],
         SHARED_E8M0=e8m0[3],
-        EVEN=I % (config.slices * config.block_k2) == 0,
-        SHARED_EVEN=shared_I % (config.slices * config.block_k2) == 0,
+        EVEN=even2,
+        SHARED_EVEN=shared_even2,
+        WORDS=even2 and scale_words(scales[1], kind, config.block_k2),
+        SHARED_WORDS=shared_even2 and scale_words(scales[3], shared_kind, config.block_k2),
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k2,
         **common,

@@ -2,11 +2,11 @@
 
 Rows of the weight stand on the M side of mma.sync, so 8 tokens fill its N side. An FP8 weight enters the product as its bare
 codes, exact in bfloat16; the scale of a block of 128 columns multiplies their float32 sum. An FP4 weight enters times its
-scale. Scales are loaded one step ahead: the compiler's pipeline, which has the weights under way, leaves single bytes out.
+scale. Scales are loaded one step ahead: the compiler's pipeline, which has the weights under way, leaves them out.
 
-`rows_product` is for many tokens: warps take different rows, and share the tokens in shared memory. `slices_product` is for
-few: all warps take the same rows, each a slice of K of its own, so that a small weight still feeds every SM; the slices are
-added in their order at the end, so the bits do not vary.
+With one slice, warps take different rows and share the tokens in shared memory: for many tokens. With more, all warps take
+the same rows, each a slice of K of its own as the batch of a batched product, so that a small weight still feeds every SM; the
+slices are added in their order at the end, so the bits do not vary.
 """
 
 import triton
@@ -16,87 +16,22 @@ from deepdecode.kernels.codes import FP4, FP8, e8m0_float, fp4_values, fp8_value
 
 
 @triton.jit
-def _halves(pair):
-    """int32 -> its two bfloat16."""
-    low = (pair & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    high = ((pair >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return low, high
+def _fp4_scales(row, at, live, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
+    """The scales of columns at [SLICES, 1] .. at + BLOCK_K - 1 of rows [1, M], of a multiple of 32 live columns.
 
-
-@triton.jit
-def _columns(x_at, mask, INTERPRET: tl.constexpr):
-    """Even and odd columns of x: words of two, from pointers at the even ones."""
-    if INTERPRET:
-        even = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
-        odd = tl.load(x_at + 1, mask=mask, other=0.0).to(tl.float32)
-    else:
-        even, odd = _halves(tl.load(x_at.to(tl.pointer_type(tl.int32)), mask=mask, other=0))
-    return even, odd
-
-
-@triton.jit
-def _times(w, x, acc, INTERPRET: tl.constexpr):
-    """acc + w x of a plain weight; float32 weights are multiplied in full."""
-    if INTERPRET or w.dtype == tl.float32:
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(w, x, acc)
-
-
-@triton.jit
-def rows_product(
-    x_row,
-    x_live,
-    w_row,
-    scale_row,
-    K,
-    KIND: tl.constexpr,
-    E8M0: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """W x^T, float32 [M, T]; x_row [T], w_row [M] and scale_row [M] point at first columns.
-
-    EVEN: K is a multiple of BLOCK_K.
+    uint8 [SLICES, M, BLOCK_K / 32]; with WORDS, where that is aligned, one word for all of them, [SLICES, M, 1].
     """
-    M: tl.constexpr = w_row.shape[0]
-    acc = tl.zeros([M, x_row.shape[0]], tl.float32)
-    if KIND == FP4:
-        byte = tl.arange(0, BLOCK_K // 2)
-        group = tl.arange(0, BLOCK_K // 32)
-        scale_at = scale_row[:, None] + group[None, :]
-        next_scale = tl.load(scale_at, mask=(32 * group < K)[None, :], other=0)
-        for at in range(0, K, BLOCK_K):
-            # K is a multiple of 32
-            live = at + 2 * byte < K
-            packed = tl.load(w_row[:, None] + (at // 2 + byte)[None, :], mask=EVEN or live[None, :], other=0)
-            scale = tl.broadcast_to(next_scale[:, :, None], (M, BLOCK_K // 32, 16))
-            next_scale = tl.load(scale_at + (at + BLOCK_K) // 32, mask=(at + BLOCK_K + 32 * group < K)[None, :], other=0)
-            even, odd = fp4_values(packed, tl.reshape(scale, (M, BLOCK_K // 2)), INTERPRET)
-            x_at = x_row[None, :] + (at + 2 * byte)[:, None]
-            x_even, x_odd = _columns(x_at, x_live[None, :] & (EVEN or live[:, None]), INTERPRET)
-            acc = tl.dot(even, x_even, acc)
-            acc = tl.dot(odd, x_odd, acc)
+    if WORDS:
+        WORD: tl.constexpr = tl.int32 if BLOCK_K == 128 else tl.int16
+        scale = tl.load((row + at // 32).to(tl.pointer_type(WORD)), mask=live > 0, other=0)[:, :, None]
     else:
-        k = tl.arange(0, BLOCK_K)
-        if KIND == FP8:
-            next_scale = tl.load(scale_row)
-        for at in range(0, K, BLOCK_K):
-            live = at + k < K
-            w = tl.load(w_row[:, None] + (at + k)[None, :], mask=EVEN or live[None, :], other=0)
-            x = tl.load(x_row[None, :] + (at + k)[:, None], mask=x_live[None, :] & (EVEN or live[:, None]), other=0.0)
-            if KIND == FP8:
-                scale = next_scale
-                next_scale = tl.load(scale_row + (at + BLOCK_K) // 128, mask=at + BLOCK_K < K, other=0)
-                part = tl.dot(fp8_values(w, INTERPRET), x.to(tl.float32) if INTERPRET else x)
-                acc += part * (e8m0_float(scale) if E8M0 else scale)[:, None]
-            else:
-                acc = _times(w, x, acc, INTERPRET)
-    return acc
+        group = tl.arange(0, BLOCK_K // 32)[None, None, :]
+        scale = tl.load((row + at // 32)[:, :, None] + group, mask=32 * group < live[:, :, None], other=0)
+    return scale
 
 
 @triton.jit
-def slices_product(
+def product(
     x_row,
     x_live,
     w_row,
@@ -105,56 +40,65 @@ def slices_product(
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """W x^T, float32 [M, T], as `rows_product`. Warp s takes slice s of K, as the batch of a batched product.
+    """W x^T, float32 [M, T]; x_row [T], w_row [M] and scale_row [M] point at the first columns of rows.
 
-    EVEN: K is a multiple of SLICES * BLOCK_K.
+    EVEN: K is a multiple of SLICES * BLOCK_K. WORDS: rows of FP4 scales start on multiples of BLOCK_K / 32 bytes, too.
     """
     M: tl.constexpr = w_row.shape[0]
     N: tl.constexpr = x_row.shape[0]
-    acc = tl.zeros([SLICES, M, N], tl.float32)
     per = tl.cdiv(K, SLICES * BLOCK_K) * BLOCK_K
-    first = tl.arange(0, SLICES) * per
+    first = (tl.arange(0, SLICES) * per)[:, None]  # [SLICES, 1]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    byte = tl.arange(0, BLOCK_K // 2)[None, :]
+    acc = tl.zeros([SLICES, M, N] if SLICES > 1 else [M, N], tl.float32)
     if KIND == FP4:
-        byte = tl.arange(0, BLOCK_K // 2)
-        group = tl.arange(0, BLOCK_K // 32)
-        at_group = ((first // 32)[:, None] + group[None, :])[:, None, :]
-        scale_at = scale_row[None, :, None] + at_group
-        next_scale = tl.load(scale_at, mask=at_group < K // 32, other=0)
-        for at in range(0, per, BLOCK_K):
-            column = (first + at)[:, None] + 2 * byte[None, :]  # [SLICES, BLOCK_K / 2]
-            live = column < K
-            packed = tl.load(w_row[None, :, None] + (column // 2)[:, None, :], mask=EVEN or live[:, None, :], other=0)
-            scale = tl.broadcast_to(next_scale[:, :, :, None], (SLICES, M, BLOCK_K // 32, 16))
-            done = (at + BLOCK_K) // 32
-            next_scale = tl.load(scale_at + done, mask=at_group + done < K // 32, other=0)
-            even, odd = fp4_values(packed, tl.reshape(scale, (SLICES, M, BLOCK_K // 2)), INTERPRET)
-            x_at = x_row[None, None, :] + column[:, :, None]
-            x_even, x_odd = _columns(x_at, x_live[None, None, :] & (EVEN or live[:, :, None]), INTERPRET)
-            acc = tl.dot(even, x_even, acc)
-            acc = tl.dot(odd, x_odd, acc)
-    else:
-        k = tl.arange(0, BLOCK_K)
+        next_scale = _fp4_scales(scale_row[None, :], first, K - first, BLOCK_K, WORDS)
+    elif KIND == FP8:
+        next_scale = tl.load(scale_row[None, :] + first // 128, mask=first < K, other=0)  # [SLICES, M]
+    for at in range(0, per, BLOCK_K):
+        start = first + at
+        x_mask = x_live[None, None, :] & (EVEN or (start + k < K)[:, :, None])
+        x = tl.load(x_row[None, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [SLICES, BLOCK_K, N]
+        if INTERPRET:
+            x = x.to(tl.float32)
+        if KIND == FP4:
+            live = EVEN or (start + 2 * byte < K)[:, None, :]
+            w = tl.load(w_row[None, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
+            scale = next_scale
+            next_scale = _fp4_scales(scale_row[None, :], start + BLOCK_K, K - start - BLOCK_K, BLOCK_K, WORDS)
+            if WORDS:
+                scale = (scale >> (8 * tl.arange(0, BLOCK_K // 32))[None, None, :]).to(tl.uint8)
+            scale = tl.broadcast_to(scale[:, :, :, None], (SLICES, M, BLOCK_K // 32, 16))
+            even, odd = fp4_values(w, tl.reshape(scale, (SLICES, M, BLOCK_K // 2)), INTERPRET)
+            w = tl.reshape(tl.join(even, odd), (SLICES, M, BLOCK_K))
+        else:
+            live = EVEN or (start + k < K)[:, None, :]
+            w = tl.load(w_row[None, :, None] + (start + k)[:, None, :], mask=live, other=0)
         if KIND == FP8:
-            scale_at = scale_row[None, :] + (first // 128)[:, None]  # [SLICES, M]
-            next_scale = tl.load(scale_at, mask=(first < K)[:, None], other=0)
-        for at in range(0, per, BLOCK_K):
-            start = first + at
-            column = start[:, None] + k[None, :]  # [SLICES, BLOCK_K]
-            live = column < K
-            w = tl.load(w_row[None, :, None] + column[:, None, :], mask=EVEN or live[:, None, :], other=0)
-            x_mask = x_live[None, None, :] & (EVEN or live[:, :, None])
-            x = tl.load(x_row[None, None, :] + column[:, :, None], mask=x_mask, other=0.0)
-            if KIND == FP8:
-                scale = next_scale
-                # slices start anywhere in a block where BLOCK_K is half of one
-                ahead = (start + BLOCK_K) // 128 - first // 128
-                next_scale = tl.load(scale_at + ahead[:, None], mask=(start + BLOCK_K < K)[:, None], other=0)
-                part = tl.dot(fp8_values(w, INTERPRET), x.to(tl.float32) if INTERPRET else x)
-                acc += part * (e8m0_float(scale) if E8M0 else scale)[:, :, None]
+            w = fp8_values(w, INTERPRET)
+            scale = next_scale
+            ahead = start + BLOCK_K
+            next_scale = tl.load(scale_row[None, :] + ahead // 128, mask=ahead < K, other=0)
+        if INTERPRET or w.dtype == tl.float32:
+            w = w.to(tl.float32)
+            x = x.to(tl.float32)
+        if SLICES == 1:
+            w = tl.reshape(w, (M, BLOCK_K))
+            x = tl.reshape(x, (BLOCK_K, N))
+        if KIND == FP8:
+            factor = e8m0_float(scale) if E8M0 else scale
+            if SLICES > 1:
+                acc += tl.dot(w, x) * factor[:, :, None]
             else:
-                acc = _times(w, x, acc, INTERPRET)
-    return tl.sum(acc, 0)
+                acc += tl.dot(w, x) * tl.reshape(factor, (M, 1))
+        else:
+            # float32 weights are multiplied in full
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    if SLICES > 1:
+        acc = tl.sum(acc, 0)
+    return acc
