@@ -186,7 +186,15 @@ def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate
 
     if done:
         print(f"{path}: {len(done)} measurements of commit {plan.commit} are kept", file=sys.stderr)
-    rows = climb(plan, slice, instruments, gate, path, done=done, save=save, say=_say)
+    total = len(plan.rungs) * len(plan.levels)
+    bar = Progress("measurements")
+
+    def save_and_count(rows: list[dict[str, Any]]) -> None:
+        save(rows)
+        bar.step(len(rows), total)
+
+    rows = climb(plan, slice, instruments, gate, path, done=done, save=save_and_count, say=_say)
+    bar.end()
     save(rows)
     return {**document, "rows": rows}
 

@@ -96,7 +96,7 @@ def gpu_instruments(device: torch.device) -> Instruments:
 
 def _profiler() -> torch.profiler.profile:
     kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], acc_events=True)
 
 
 def write_slim(document: dict[str, Any], path: Path) -> None:
