@@ -1,0 +1,150 @@
+"""The next token of each row in one launch: greedy rows read their logits once, others as often as their nucleus needs.
+
+One program a row, so nothing outside a row can change it. Probabilities are float32, their sums float64; the random number is
+`ops.sample.uniform_ref`'s to the bit. Beside the float64 reference, a token differs only where the random number, or top_p,
+falls within float32's rounding of a boundary between two tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def supports(dtype: str) -> str | None:
+    """Why no kernel runs; None if one does. dtype: of the logits."""
+    return f"logits must be float32 or bfloat16, got {dtype}" if dtype not in ("float32", "bfloat16") else None
+
+
+@triton.jit
+def _order(x):
+    """int32 that orders as float32 x does; NaN above all."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _finalise(z):
+    z = (z ^ (z >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _weights(logits, peak, unit):
+    """exp((logits - peak) / temperature): 1 at the peak, whatever the temperature; 0 for -inf and NaN."""
+    below = logits < peak
+    return tl.where(below, tl.exp(tl.where(below, logits - peak, 0.0) * unit), tl.where(logits == peak, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize=["V"])
+def sample_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    out_ptr,
+    V,
+    stride_t,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = logits_ptr + t * stride_t
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -0x7FFFFFFF, tl.int32)
+    where = lane
+    for first in range(0, V, BLOCK):
+        i = first + lane
+        order = _order(tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32))
+        # later ones must be larger to win
+        better = (order > best) & (i < V)
+        best = tl.where(better, order, best)
+        where = tl.where(better, i, where)
+    key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - where).to(tl.int64)
+    token = 0x7FFFFFFF - (tl.max(key, 0) & 0xFFFFFFFF).to(tl.int32)
+    token = tl.minimum(token, V - 1)
+    temperature = tl.load(temperature_ptr + t).to(tl.float64)
+    if temperature != 0:
+        top = tl.max(best, 0)
+        peak = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        unit = (1.0 / temperature).to(tl.float32)
+        sums = tl.zeros([BLOCK], tl.float64)
+        for first in range(0, V, BLOCK):
+            i = first + lane
+            x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
+            sums += _weights(x, peak, unit).to(tl.float64)
+        total = tl.sum(sums, 0)
+        top_p = tl.load(top_p_ptr + t).to(tl.float64)
+        # the nucleus: all above `bar`, and of those equal to it the `equals` of the lowest ids
+        bar = tl.full([], -0x7FFFFFFF, tl.int32)
+        equals = tl.full([], 0x7FFFFFFF, tl.int64)
+        if top_p < 1:
+            goal = top_p * total
+            # what lies above `low` sums to the goal or more, what lies above `high` to less
+            low = tl.full([], -0x80000000, tl.int64)
+            high = top.to(tl.int64)
+            above = tl.zeros([], tl.float64)
+            while high - low > 1:
+                middle = (low + high) >> 1
+                sums = tl.zeros([BLOCK], tl.float64)
+                for first in range(0, V, BLOCK):
+                    i = first + lane
+                    x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
+                    sums += tl.where(_order(x).to(tl.int64) > middle, _weights(x, peak, unit), 0.0).to(tl.float64)
+                some = tl.sum(sums, 0)
+                less = some < goal
+                above = tl.where(less, some, above)
+                high = tl.where(less, middle, high)
+                low = tl.where(less, low, middle)
+            bar = high.to(tl.int32)
+            value = (bar ^ ((bar >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            each = _weights(value, peak, unit).to(tl.float64)
+            need = tl.ceil((goal - above) / tl.where(each > 0, each, 1.0))
+            equals = tl.maximum(need, 1.0).to(tl.int64)
+            total = above + equals.to(tl.float64) * each
+        seed = tl.load(seeds_ptr + t).to(tl.uint64, bitcast=True) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        position = tl.load(positions_ptr + t).to(tl.int64).to(tl.uint64, bitcast=True)
+        mixed = _finalise(_finalise(seed) + position * tl.full([], 0xD1B54A32D192ED03, tl.uint64))
+        goal = (mixed >> 12).to(tl.int64).to(tl.float64) * 2.220446049250313e-16 * total
+        passed = tl.zeros([], tl.float64)
+        seen = tl.zeros([], tl.int64)
+        found = tl.full([], 0x7FFFFFFF, tl.int32)
+        for first in range(0, V, BLOCK):
+            i = first + lane
+            x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
+            order = _order(x)
+            same = (order == bar).to(tl.int64)
+            kept = (order > bar) | ((same == 1) & (seen + tl.cumsum(same, 0) <= equals))
+            weight = tl.where(kept & (i < V), _weights(x, peak, unit), 0.0).to(tl.float64)
+            cumulated = passed + tl.cumsum(weight, 0)
+            hit = tl.min(tl.where((cumulated > goal) & (weight > 0), i, 0x7FFFFFFF), 0)
+            found = tl.minimum(found, hit)
+            passed += tl.sum(weight, 0)
+            seen += tl.sum(same, 0)
+        # where rounding leaves none, the largest
+        token = tl.where(found < V, found, token)
+    tl.store(out_ptr + t, token.to(tl.int64))
+
+
+def launch(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    arch: int,
+) -> torch.Tensor:
+    """int64 [T] from checked arguments; T > 0, rows of logits contiguous."""
+    T, V = logits.shape
+    out = torch.empty(T, dtype=torch.int64, device=logits.device)
+    pdl = arch >= 90
+    block = min(4096, triton.next_power_of_2(V))
+    sample_kernel[T,](
+        logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), BLOCK=block, PDL=pdl,
+        num_warps=max(1, min(16, block // 256)), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out

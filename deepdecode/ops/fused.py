@@ -1,0 +1,243 @@
+"""The coarse table on fused kernels, entry by entry as in `ops.reference`: same arguments, same results but for rounding.
+
+Off the GPU every entry is the reference. On one, a shape that no kernel covers falls back to it with one log line; so does a
+prefill step's `attn_prepare`, silently, since its kernel is made for decode steps.
+"""
+
+from typing import Any
+
+import torch
+
+from deepdecode.config import ModelConfig
+from deepdecode.ops import reference
+from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel, wide
+from deepdecode.ops.attention import sparse_attn_decode
+from deepdecode.ops.linear import grouped_linear, linear
+from deepdecode.ops.table import (
+    AttnInputs,
+    AttnReady,
+    AttnWeights,
+    HeadWeights,
+    LayerCache,
+    MhcSite,
+    MoeWeights,
+    Ops,
+    Step,
+)
+
+Tensor = torch.Tensor
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _runs(op: str, tensor: Tensor, shape: str, reason: str | None) -> bool:
+    """Whether the kernel runs; if not on a GPU that should have one, say why."""
+    if reason is None and arch(tensor) < 80:
+        reason = f"sm_80 or newer is needed, got sm_{arch(tensor)}"
+    if reason is not None:
+        fall_back(op, shape, reason)
+        return False
+    kernel_runs[op] += 1
+    return True
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`ops.norm.rms_norm` of [T, C], whose rows may be apart."""
+    if use_kernel(x) and len(x) and x.stride(1) == 1:
+        from deepdecode.kernels import norm as kernel
+
+        if _runs("rms_norm", x, f"x {list(x.shape)}", kernel.supports(x.shape[1], _dtype(x))):
+            with torch.cuda.device(x.device):
+                return kernel.launch(x, weight, eps, arch(x))
+    return reference.rms_norm(x, weight, eps)
+
+
+def mhc_boundary(
+    y: Tensor | None,
+    streams: Tensor,
+    post: Tensor | None,
+    comb: Tensor | None,
+    site: MhcSite,
+    norm: Tensor,
+    config: ModelConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `ops.reference.mhc_boundary`. Two launches; post and comb within 1e-5, which the weights' 16 bits allow."""
+    if use_kernel(streams) and len(streams):
+        done = _boundary("mhc_boundary", y, streams, post, comb, site, norm, config)
+        if done is not None:
+            return done
+    return reference.mhc_boundary(y, streams, post, comb, site, norm, config)
+
+
+def _boundary(
+    op: str,
+    y: Tensor | None,
+    streams: Tensor,
+    post: Tensor | None,
+    comb: Tensor | None,
+    site: MhcSite,
+    norm: Tensor,
+    config: ModelConfig,
+) -> Any:
+    """What the kernel gives, or None if there is none."""
+    from deepdecode.kernels import mhc as kernel
+
+    T, _, C = streams.shape
+    reason = kernel.supports(T, C, _dtype(streams), _dtype(site.fn))
+    if not all(t is None or t.is_contiguous() for t in (y, streams, post, comb)):
+        reason = "every tensor must be contiguous"
+    if not _runs(op, streams, f"streams {list(streams.shape)}", reason):
+        return None
+    with torch.cuda.device(streams.device):
+        return kernel.launch(
+            y, streams, post, comb, site.fn, site.base, site.scale, norm, norm_eps=config.norm_eps, hc_eps=config.hc_eps,
+            iters=config.hc_iters, config=kernel.plan(C, arch(streams)),
+        )  # fmt: skip
+
+
+def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
+    """See `ops.reference.attn_in`. The parts are views of two products, with the products' strides."""
+    if not use_kernel(x):
+        return reference.attn_in(x, weights, config, ratio)
+    q_latent, kv = linear(x, weights.q_kv).split([config.q_lora_rank, config.head_dim], dim=-1)
+    parts: list[Any] = []
+    if weights.rest is not None:
+        d, index = config.head_dim * (2 if ratio == 4 else 1), 2 * config.index_head_dim
+        sizes = [d, d, index, index, config.index_heads] if ratio == 4 else [d, d]
+        parts = list(linear(x, weights.rest, out_dtype=wide(x).dtype).split(sizes, dim=-1))
+    return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)))
+
+
+def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+    """See `ops.reference.q_proj`. Both results are views of one product."""
+    if not use_kernel(q_latent):
+        return reference.q_proj(q_latent, weights, config)
+    out = linear(rms_norm(q_latent, weights.q_norm, config.norm_eps), weights.q_b)
+    width = weights.sink.shape[0] * config.head_dim
+    index_q = out[:, width:].unflatten(1, (config.index_heads, -1)) if out.shape[1] > width else None
+    return out[:, :width].unflatten(1, (-1, config.head_dim)), index_q
+
+
+def attn_prepare(
+    q: Tensor,
+    index_q: Tensor | None,
+    inputs: AttnInputs,
+    weights: AttnWeights,
+    cache: LayerCache,
+    step: Step,
+    freqs: Tensor,
+    config: ModelConfig,
+    ratio: int,
+) -> AttnReady:
+    """See `ops.reference.attn_prepare`. One launch when decoding; values round where the reference's do.
+
+    q, index_q and the inputs may be views with any distance from token to token.
+    """
+    if use_kernel(q) and len(q) and not step.prefill:
+        from deepdecode.kernels import prepare as kernel
+
+        T, H, D = q.shape
+        index = None if index_q is None else (index_q.shape[1], index_q.shape[2])
+        state = "float32" if cache.state is None else _dtype(cache.state.kv)
+        index_fmt = cache.index_keys.fmt if cache.index_keys else None
+        reason = kernel.supports(T, D, 2 * len(freqs), _dtype(q), cache.window.fmt, index, index_fmt, state)
+        if _runs("attn_prepare", q, f"q {list(q.shape)}, {cache.window.fmt} rows", reason):
+            with torch.cuda.device(q.device):
+                args = _prepare_args(index_q, inputs, weights, cache, step, ratio)
+                q, index_q, index_weights = kernel.launch(
+                    q, inputs.kv, weights.kv_norm, cache.window, step.window_write, step.positions, step.slots, freqs, *args,
+                    ratio=ratio, num_slots=step.block_tables.shape[0], norm_eps=config.norm_eps,
+                    config=kernel.plan(T, H, arch(q)),
+                )  # fmt: skip
+            return AttnReady(q, index_q, index_weights, cache.window)
+    if use_kernel(q):
+        parts: dict[str, Any] = {name: None if t is None else t.contiguous() for name, t in vars(inputs).items()}
+        inputs = AttnInputs(**parts)
+    return reference.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
+
+
+def _prepare_args(
+    index_q: Tensor | None, inputs: AttnInputs, weights: AttnWeights, cache: LayerCache, step: Step, ratio: int
+) -> tuple[Any, ...]:
+    """Both compressors, where entries go, and the indexer's query; None where the layer has none."""
+    from deepdecode.kernels.prepare import Compressor
+
+    def side(name: str, kv: Any, gate: Any, own: Any, state: Any, rows: Any) -> Compressor | None:
+        if own is None:
+            return None
+        assert kv.stride() == gate.stride(), f"{name}: both products come from one"
+        return Compressor(kv, gate, own.ape, own.norm, state.kv, state.score, rows)
+
+    comp = side("compressor", inputs.comp_kv, inputs.comp_gate, weights.compressor, cache.state, cache.compressed)
+    index = side("indexer", inputs.index_kv, inputs.index_gate, weights.index_compressor, cache.index_state, cache.index_keys)
+    return comp, index, step.entry_write.get(ratio), index_q, inputs.index_weights
+
+
+def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
+    """See `ops.reference.attn_out`. The rotation is one launch beside the products'."""
+    if use_kernel(o) and len(o) and o.is_contiguous():
+        from deepdecode.kernels import rope as kernel
+
+        T = len(o)
+        if _runs("attn_out", o, f"o {list(o.shape)}", kernel.supports(T, o.shape[2], 2 * len(freqs), _dtype(o))):
+            with torch.cuda.device(o.device):
+                o = kernel.launch(o, positions, freqs, inverse=True, arch=arch(o))
+            per_group = weights.wo_a.shape[-1]
+            return linear(grouped_linear(o.view(T, -1, per_group), weights.wo_a).view(T, -1), weights.wo_b)
+    return reference.attn_out(o, positions, freqs, weights)
+
+
+def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """See `ops.reference.route`. Two launches; one on hash layers, which read the chosen experts' rows only."""
+    if use_kernel(x) and len(x) and x.stride(1) == 1:
+        from deepdecode.kernels import gate as kernel
+
+        E, C = weights.gate.shape
+        reason = kernel.supports(len(x), C, E, config.experts_per_token, _dtype(x), _dtype(weights.gate))
+        if _runs("route", x, f"x {list(x.shape)}, {E} experts", reason):
+            with torch.cuda.device(x.device):
+                return kernel.launch(
+                    x, weights.gate, weights.bias, weights.tid2eid, tokens, config.experts_per_token, config.routed_scale,
+                    kernel.plan(arch(x)),
+                )  # fmt: skip
+    return reference.route(x, tokens, weights, config)
+
+
+def head(
+    y: Tensor | None, streams: Tensor, post: Tensor | None, comb: Tensor | None, weights: HeadWeights, config: ModelConfig
+) -> Tensor:
+    """See `ops.reference.head`. Two launches beside the product's."""
+    if use_kernel(streams) and len(streams):
+        done = _boundary("head", y, streams, post, comb, weights.hc, weights.norm, config)
+        if done is not None:
+            return linear(done[1], weights.head, out_dtype=torch.float32)
+    return reference.head(y, streams, post, comb, weights, config)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `ops.sample.sample`. One launch; a drawn token differs only within float32's rounding of a boundary."""
+    if use_kernel(logits) and len(logits) and logits.stride(1) == 1:
+        from deepdecode.kernels import sample as kernel
+
+        if _runs("sample", logits, f"logits {list(logits.shape)}", kernel.supports(_dtype(logits))):
+            with torch.cuda.device(logits.device):
+                return kernel.launch(logits, temperature, top_p, seeds, positions, arch(logits))
+    return reference.sample(logits, temperature, top_p, seeds, positions)
+
+
+FUSED = Ops(
+    embed=reference.embed,
+    mhc_boundary=mhc_boundary,
+    attn_in=attn_in,
+    q_proj=q_proj,
+    attn_prepare=attn_prepare,
+    index_topk=reference.index_topk,
+    sparse_attn=sparse_attn_decode,
+    attn_out=attn_out,
+    route=route,
+    moe=reference.moe,
+    head=head,
+    sample=sample,
+)
