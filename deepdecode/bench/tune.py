@@ -63,8 +63,7 @@ def _launches(case: Sized, sms: int, kernels: tuple[str, ...]) -> Iterator[tuple
             waves = programs * splits / (sms * per_sm)
             # too few programs to fill half the card with splits still to be had is no candidate either
             if splits == 1 or waves <= 2 or splits <= 4:
-                few = case.T * case.H <= 128
-                yield Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 4 if few else 2, True), waves
+                yield Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 1, True), waves
 
 
 def _shape_of(config: Config) -> dict[str, Any]:

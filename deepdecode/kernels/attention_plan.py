@@ -299,8 +299,6 @@ def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
 
 
 def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) -> Config:
-    # H200, 128+512 keys: with few merges 4 warps take 1 us less, with many 2 warps take up to 3 us less
-    few = case.T * case.H <= 128 and not case.deterministic
     return Config(
         kernel=shape.kernel,
         block_h=shape.block_h,
@@ -310,7 +308,7 @@ def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) 
         num_warps=shape.num_warps,
         align=min(case.align, 16),
         pdl=card.arch >= 90,
-        merge_warps=4 if few else 2,
+        merge_warps=1,
         convert=card.arch >= 89,
     )
 

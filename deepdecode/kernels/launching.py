@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deepdecode.kernels import attention
+from deepdecode.kernels.attention_merge import MERGED
 from deepdecode.kernels.attention_plan import Case, card_of, case_of, plan, supports, workspace_layout
 from deepdecode.ops.rows import PagedRows, allocate
 
@@ -89,7 +90,14 @@ def warmup(
             continue
         config = plan(case, card)
         # what a compiled kernel depends on: sizes are not compiled in, the merge's step of splits is
-        key = (config.kernel, config.block_h, config.block_n, config.splits > 1, config.merge_warps, min(16, config.splits))
+        key = (
+            config.kernel,
+            config.block_h,
+            config.block_n,
+            config.splits > 1,
+            config.merge_warps,
+            min(MERGED, config.splits),
+        )
         if key in done:
             continue
         done.add(key)
