@@ -21,11 +21,10 @@ from deepdecode.trace.columns import GRAPH_LAUNCH, LAUNCH, call_kind
 from deepdecode.trace.model import Trace
 from deepdecode.trace.steps import launch_of
 
-# a pass of timed steps covers this many positions, so that compressors complete entries at their natural rate
-POSITIONS = 128
-REPEATS = 3
+# three passes follow one another over 132 positions, so that compressors complete entries at their natural rate
+REPEATS, PASS_STEPS = 3, 44
 # of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
-PASS_S = 1.2
+PASS_S = 1.6
 # enough that the reader can tell a change from noise
 PROFILED_STEPS = 4
 # how `StepGraph.eager` names the range of an entry of the table
@@ -128,14 +127,14 @@ class Tpot:
 
 
 def time_steps(replay: Callable[[], Any], seconds: Callable[[Callable[[], Any]], float], *, limit_s: float = PASS_S) -> Tpot:
-    """Time passes over consecutive positions; a pass has all POSITIONS of them, or as many fours as `limit_s` holds."""
+    """Time passes over consecutive positions; a pass has PASS_STEPS of them, or as many fours as `limit_s` holds."""
 
     def run(steps: int) -> float:
         return seconds(lambda: [replay() for _ in range(steps)]) / steps
 
     run(2)
     once = run(4)
-    steps = max(4, min(POSITIONS, int(limit_s / once)) // 4 * 4)
+    steps = max(4, min(PASS_STEPS, int(limit_s / once)) // 4 * 4)
     passes = sorted(1e3 * run(steps) for _ in range(REPEATS))
     return Tpot(passes[len(passes) // 2], passes[0], passes[-1], steps, REPEATS)
 
