@@ -58,8 +58,8 @@ def supports(
         return f"head dim must be a power of two from 16 to 1024 and rope dim even, got {D} and {R}"
     if fmt not in ("fp8_584", "bf16") or (index and index_fmt not in ("fp8_132", "bf16")):
         return f"caches must be fp8_584 or bf16, and fp8_132 or bf16, got {fmt} and {index_fmt}"
-    if index and any(n < 16 or n & (n - 1) or n > 128 for n in index):
-        return f"index heads and width must be powers of two from 16 to 128, got {index[0]} and {index[1]}"
+    if index and (index[1] < 16 or index[1] & (index[1] - 1) or index[1] > 128 or index[1] < R):
+        return f"index width must be a power of two from 16 to 128 and at least the rope dim, got {index[1]}"
     return None
 
 
@@ -217,7 +217,7 @@ def rope_prepare_kernel(
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    FIRST: tl.constexpr = 0 if RATIO == 0 else (2 + INDEX_H // 16 if RATIO == 4 else 1)
+    FIRST: tl.constexpr = 0 if RATIO == 0 else (2 + (INDEX_H + 15) // 16 if RATIO == 4 else 1)
     role = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     if PDL:
@@ -261,20 +261,22 @@ def rope_prepare_kernel(
                 )  # fmt: skip
             else:
                 head = (role - 2) * 16 + tl.arange(0, 16)
+                known = head < INDEX_H
                 at = head[:, None] * INDEX_D + tl.arange(0, INDEX_D)[None, :]
-                x = tl.load(index_q_ptr + t * stride_index_qt + at).to(tl.float32)
-                weight = tl.load(weights_ptr + t * stride_weights_t + head) * index_scale
+                x = tl.load(index_q_ptr + t * stride_index_qt + at, mask=known[:, None], other=0.0).to(tl.float32)
+                weight = tl.load(weights_ptr + t * stride_weights_t + head, mask=known, other=0.0) * index_scale
                 cos, sin, turns = turn(position, freqs_ptr, INDEX_D, R, INTERPRET)
                 x = rotate(x, cos, sin, turns, 16, INDEX_D)
                 x = _rounded(hadamard(x.to(q_ptr.dtype.element_ty), INDEX_D), q_ptr)
                 out = index_q_out_ptr + t * (INDEX_H * INDEX_D) + at
                 if KEYS_FP8:
                     scale = row_scale(tl.max(magnitude(x), 1))  # [16]
-                    tl.store(out, e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))).to(tl.uint8))
+                    codes = e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+                    tl.store(out, codes.to(tl.uint8), mask=known[:, None])
                     weight = weight * scale
                 else:
-                    tl.store(out, x.to(index_q_out_ptr.dtype.element_ty))
-                tl.store(weights_out_ptr + t * INDEX_H + head, weight)
+                    tl.store(out, x.to(index_q_out_ptr.dtype.element_ty), mask=known[:, None])
+                tl.store(weights_out_ptr + t * INDEX_H + head, weight, mask=known)
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ def launch(
     idx, idx_stride = parts(index)
     comp_cache = compressor.cache if compressor else None
     key_cache = index.cache if index else None
-    roles = {0: 1, 4: 3 + index_heads // 16, 128: 2}[ratio] + triton.cdiv(H, config.block_h)
+    roles = {0: 1, 4: 3 + triton.cdiv(index_heads, 16), 128: 2}[ratio] + triton.cdiv(H, config.block_h)
     rope_prepare_kernel[roles, T](
         q,
         kv,
