@@ -23,7 +23,7 @@ def test_every_entry_has_its_fused_form():
 
 
 def decode(ops, device, steps=6):
-    """Logits of two sequences' next steps, fed with the same tokens; the second completes an entry of 128. A GPU replays a graph."""
+    """Logits of two sequences' next steps, fed with the same tokens; the second completes an entry of 128."""
     weights = load_model(tiny_dir(), device=device)
     runner = Runner(weights, max_len=600, slots=2, ops=replace(ops, index_topk=REFERENCE.index_topk))
     ids = torch.arange(2, 602).tolist()
