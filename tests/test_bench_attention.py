@@ -40,7 +40,12 @@ def measured(monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rows": rows, **facts}))
 
+    def measure_as_ptx(case, arch):
+        calls.append((case, arch))
+        return {"implementation": bench.attention.ptx_name(arch), **vars(case), "ptx_arch": arch, "rel_err": 2e-3}
+
     monkeypatch.setattr(bench.attention, "measure", measure)
+    monkeypatch.setattr(bench.attention, "measure_as_ptx", measure_as_ptx)
     monkeypatch.setattr(bench, "write_results", write)
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 4.25)
     return calls
@@ -64,6 +69,9 @@ def test_a_second_run_measures_only_what_is_missing(measured, tmp_path, capsys):
     row = next(row for row in document["rows"] if row["implementation"] == "deepdecode" and row["T"] == 64 and row["H"] == 64)
     assert row["floor_fraction"] == round(row["floor_us"] / 10.0, 4)
     assert "no such kernel" in capsys.readouterr().out
+    older = [row for row in document["rows"] if "ptx_arch" in row]
+    assert {row["ptx_arch"] for row in older} == {80, 86, 89}
+    assert all("us_warm" not in row and "floor_fraction" not in row for row in older)
 
 
 def test_rows_of_another_commit_are_measured_again(measured, tmp_path):

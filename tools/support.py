@@ -34,10 +34,11 @@ def runs(op: str, results: Path = ROOT / "results") -> dict[str, list[dict[str, 
         document = json.loads(path.read_text())
         device = document.get("device", {})
         for row in document.get("rows", ()):
-            ours = row.get("op") == op and row.get("implementation") == "deepdecode" and "error" not in row
-            if ours and "ptx_arch" in row and "rel_err" in row:
+            right = row.get("op") == op and "error" not in row
+            ours = right and row.get("implementation") == "deepdecode"
+            if right and "ptx_arch" in row and "rel_err" in row:
                 word, arch = AS_PTX, row["ptx_arch"]
-            elif ours and "us_warm" in row and "ptx_arch" not in row:
+            elif ours and "us_warm" in row:
                 word, arch = MEASURED, device["arch"]
             else:
                 continue

@@ -15,6 +15,8 @@ from deepdecode.kernels.attention_plan import Case, card_of, floor_us, work
 
 # the rungs and the slow rivals: few cells, since a call takes milliseconds
 SLOW_TOKENS, SLOW_HEADS = (1, 8, 16, 64, 128), (8, 64)
+# archs whose PTX runs on any later GPU
+PTX_ARCHS = (80, 86, 89)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +61,10 @@ def run(options: argparse.Namespace, card, commit: str) -> int:
         if time.monotonic() - start > options.seconds:
             skipped += 1
             continue
-        row = attention.measure(case, implementation, runner, limit_s=limit)
+        if isinstance(runner, int):
+            row = attention.measure_as_ptx(case, runner)
+        else:
+            row = attention.measure(case, implementation, runner, limit_s=limit)
         shape = Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt, case.fmt)
         nbytes, flops = work(shape)
         row |= {"bytes": nbytes, "flops": flops, "floor_us": round(floor_us(shape, card), 3), "commit": commit}
@@ -75,11 +80,15 @@ def run(options: argparse.Namespace, card, commit: str) -> int:
 
 
 def jobs(with_peers: bool):
-    """Cells in the order of their worth: the model's own key count first, what compiles for half a minute last."""
+    """Cells in the order of their worth: the model's own key count first, what compiles for half a minute last.
+
+    A case, the implementation's name, how to run it (or the arch whose PTX to run), and seconds for its samples.
+    """
     cases = sorted(attention.sized_cases(), key=lambda c: (c.fmt != "fp8_584", c.extra_keys != 512, c.extra_keys))
     slow = [c for c in cases if (c.fmt, c.extra_keys) == ("fp8_584", 512) and c.T in SLOW_TOKENS and c.H in SLOW_HEADS]
     for case in slow:
         yield case, "deepdecode portable", attention.portable, 0.07
+        yield case, "deepdecode portable, no FP8 type", attention.portable_placed, 0.07
         yield case, "deepdecode rung 0", attention.rung0, 0.02
         yield case, "deepdecode rung 1", attention.rung1, 0.02
         if with_peers:
@@ -87,6 +96,10 @@ def jobs(with_peers: bool):
             if case.H < 64:
                 yield case, "flash_mla, padded before", peers.flash_mla_padded, 0.07
                 yield case, "sglang fallback, 64 heads", peers.sglang_fallback_padded, 0.02
+    for arch in PTX_ARCHS:
+        for case in slow:
+            if case.T in (1, 16):
+                yield case, attention.ptx_name(arch), arch, 0.0
     for case in cases:
         yield case, "deepdecode", attention.ours, 0.07
         if with_peers and case.fmt == "fp8_584":
@@ -103,11 +116,12 @@ def _key(row: dict[str, Any]) -> tuple:
 def _say(row: dict[str, Any]) -> None:
     keys = f"{row['window_keys']}+{row['extra_keys']}"
     what = f"{row['implementation']:<28} T={row['T']:<4} H={row['H']:<4} {keys:<9} {row['fmt']:<8}"
+    error = f"error {row['rel_err']:.1e}, {row['worst_row_err']:.1e}" if "rel_err" in row else ""
     if "us_warm" not in row:
-        print(f"{what} {row['error']}", flush=True)
+        print(f"{what} {row.get('error', error)}", flush=True)
         return
     times = f"warm {row['us_warm']:9.1f} us  rotated {row['us_rotated']:9.1f} us  floor {row['floor_us']:7.2f} us"
-    print(f"{what} {times}  error {row['rel_err']:.1e}, {row['worst_row_err']:.1e}", flush=True)
+    print(f"{what} {times}  {error}", flush=True)
 
 
 if __name__ == "__main__":

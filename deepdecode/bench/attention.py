@@ -1,5 +1,7 @@
 """Sparse attention: each case checked against float64, timed warm and past L2, and set against its floor and its rivals."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +19,7 @@ HEADS = (8, 16, 32, 64, 128)
 # the contract's bounds: over the tensor, and in the worst (token, head) row
 MAX_ERR, MAX_ROW_ERR = 2.5e-3, 5e-3
 # what the bounds hold for; rivals and rung 0 show their error
-BOUND = ("deepdecode", "deepdecode portable", "deepdecode rung 1")
+BOUND = ("deepdecode", "deepdecode portable", "deepdecode portable, no FP8 type", "deepdecode rung 1")
 # the reference holds every gathered row in float64, so a large batch is checked on its first tokens
 CHECKED_TOKENS = 16
 # a rotated run touches at least this many times L2 before it meets a row again
@@ -90,18 +92,43 @@ def rung0(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
     return call
 
 
+@contextlib.contextmanager
+def _mma_sync() -> Iterator[None]:
+    """On Hopper Triton takes wgmma for the portable kernel; other cards have mma.sync. Read by the compiler at a first call."""
+    before = os.environ.get("DISABLE_MMA_V3")
+    os.environ["DISABLE_MMA_V3"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MMA_V3"]
+        else:
+            os.environ["DISABLE_MMA_V3"] = before
+
+
 def rung1(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
     from deepdecode.kernels.attention_plan import plan_unsplit
 
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
-    return ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices), card_of(q.device)))
+    call = ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices), card_of(q.device)))
+    with _mma_sync():
+        call()
+    return call
 
 
-def portable(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
-    """The kernel that other cards run, planned for this one. On Hopper with DISABLE_MMA_V3=1 it is their instructions, too."""
+def portable(inputs: AttentionInputs, out: torch.Tensor, *, convert: bool = True) -> Callable[[], Any]:
+    """The kernel that other cards run, planned for this one, with their instructions: sm_89 and later, or without `convert`
+    sm_80 and sm_86, whose FP8 codes are widened by integer arithmetic."""
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
     case = case_of(q, window, indices, extra, extra_indices, gluon=False)
-    return ours(inputs, out, plan(case, card_of(q.device)))
+    call = ours(inputs, out, replace(plan(case, card_of(q.device)), convert=convert))
+    with _mma_sync():
+        call()
+    return call
+
+
+def portable_placed(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
+    return portable(inputs, out, convert=False)
 
 
 def measure(
@@ -128,6 +155,27 @@ def measure(
         rotated = time_graph(_rotation(case, inputs, out, runner), limit_s=limit_s)
         row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
     return row
+
+
+def ptx_name(arch: int) -> str:
+    return f"deepdecode, PTX of sm_{arch}"
+
+
+def measure_as_ptx(case: Sized, arch: int) -> dict[str, Any]:
+    """One row of a result file for another arch's code, run here through the driver's compiler: its error, no time."""
+    from deepdecode.bench.ptx import attention_as_ptx
+
+    row: dict[str, Any] = {"op": "attention", "implementation": ptx_name(arch), **vars(case), "ptx_arch": arch}
+    inputs = inputs_for(case)
+    try:
+        out = attention_as_ptx(inputs, arch)
+    except (ImportError, RuntimeError) as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[:200]}
+    want = reference(inputs)
+    row["rel_err"] = rel_err(out[: len(want)], want)
+    row["worst_row_err"] = worst_row_err(out[: len(want)], want)
+    good = row["rel_err"] < MAX_ERR and row["worst_row_err"] < MAX_ROW_ERR
+    return row if good else row | {"error": "outside the error bounds"}
 
 
 def _rotation(case: Sized, inputs: AttentionInputs, out: torch.Tensor, runner: Runner) -> list[Callable[[], Any]]:
