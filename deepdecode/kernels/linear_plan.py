@@ -34,6 +34,7 @@ class Config:
     """Programs take block_m rows for block_t tokens, block_k columns at a time.
 
     slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
+    pdl: start while the kernel before it ends.
     """
 
     block_m: int
@@ -42,6 +43,7 @@ class Config:
     slices: int
     num_warps: int
     num_stages: int
+    pdl: bool = False
 
 
 def supports(case: Case, card: Card) -> str | None:

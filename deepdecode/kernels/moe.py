@@ -16,10 +16,10 @@ import triton.language as tl
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, scale_words, weight_name
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
-from deepdecode.kernels.product import product
+from deepdecode.kernels.product import fetch, product, row_bytes
 
 # ids that a program looks at at once
-MAX_CHUNK = 512
+MAX_CHUNK = 256
 
 
 @triton.jit
@@ -115,18 +115,25 @@ def w13_kernel(
     SHARED_T: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """h [pairs, I] and shared_h [T, SHARED_I]. PDL: programs start while the kernel before them ends; so does the next one."""
     M: tl.constexpr = 2 * BLOCK_I
     m = tl.arange(0, M)
     i = tl.program_id(0) * BLOCK_I + m // 16 * 8 + m % 8
     out_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_up = m // 8 % 2
     job = tl.program_id(1)
+    shared_row = tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I
+    w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, shared_row, stride_shared, stride_shared_scale, SHARED_KIND)
+    if PDL:
+        if job < shared_jobs:
+            fetch(w_row, row_bytes(shared_ptr, K, SHARED_KIND))
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if job < shared_jobs:
         if tl.program_id(0) * BLOCK_I < SHARED_I:
-            row = tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I
-            w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
             t = job * SHARED_T + tl.arange(0, SHARED_T)
             acc = product(
                 x_ptr + t.to(tl.int64) * stride_x,
@@ -218,14 +225,22 @@ def w2_kernel(
     SHARED_T: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's."""
+    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's.
+
+    PDL: weights are fetched while `w13_kernel` ends. The ids are there: that kernel lets this one start after its own wait.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.minimum(m, C - 1)
     job = tl.program_id(1)
     if job < shared_jobs:
         w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+        if PDL:
+            fetch(w_row, row_bytes(shared_ptr, SHARED_I, SHARED_KIND))
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         t = job * SHARED_T + tl.arange(0, SHARED_T)
         acc = product(
             shared_h_ptr + t.to(tl.int64) * SHARED_I,
@@ -245,15 +260,16 @@ def w2_kernel(
         tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
     else:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
+        at_expert = tl.maximum(expert, 0).to(tl.int64)
+        w_row, scale_row = rows_of(
+            w_ptr + at_expert * stride_we, scale_ptr + at_expert * stride_se, row, stride_w, stride_s, KIND
+        )
+        if PDL:
+            if count > 0:
+                fetch(w_row, row_bytes(w_ptr, I, KIND))
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         if count > 0:
-            w_row, scale_row = rows_of(
-                w_ptr + expert.to(tl.int64) * stride_we,
-                scale_ptr + expert.to(tl.int64) * stride_se,
-                row,
-                stride_w,
-                stride_s,
-                KIND,
-            )
             for begin in range(0, count, BLOCK_T):
                 pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
                 live = begin + tl.arange(0, BLOCK_T) < count
@@ -276,7 +292,10 @@ def w2_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs", "top_k", "first", "E"])
-def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
+def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
@@ -324,6 +343,7 @@ def launch(
     shared_jobs = triton.cdiv(T, config.shared_t)
     even13 = C % (config.slices * config.block_k) == 0
     even2, shared_even2 = (width % (config.slices * config.block_k2) == 0 for width in (I, shared_I))
+    pdl = {"launch_pdl": True} if config.pdl else {}
     common = {
         "KIND": KINDS[kind],
         "SHARED_KIND": KINDS[shared_kind],
@@ -332,9 +352,11 @@ def launch(
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
         "SLICES": config.slices,
+        "PDL": config.pdl,
         "INTERPRET": not x.is_cuda,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **pdl,
     }
     w13_kernel[triton.cdiv(max(I, shared_I), config.block_i), shared_jobs + slots](
         x,
@@ -405,7 +427,9 @@ def launch(
         BLOCK_K=config.block_k2,
         **common,
     )
-    combine_kernel[T, triton.cdiv(C, 1024)](y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4)
+    combine_kernel[T, triton.cdiv(C, 1024)](
+        y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, PDL=config.pdl, num_warps=4, **pdl
+    )
 
 
 def run(

@@ -30,6 +30,7 @@ class Config:
     """w13 takes block_i columns of h and block_k of K at a time, w2 block_m and block_k2; block_t pairs, shared_t tokens.
 
     slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
+    pdl: each kernel starts while the one before it ends.
     """
 
     block_i: int
@@ -41,6 +42,7 @@ class Config:
     slices: int
     num_warps: int
     num_stages: int
+    pdl: bool = False
 
 
 def supports(case: Case, card: Card) -> str | None:

@@ -31,6 +31,22 @@ def _fp4_scales(row, at, live, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
+def row_bytes(w_ptr, K, KIND: tl.constexpr):
+    return K * w_ptr.dtype.element_ty.primitive_bitwidth // (16 if KIND == FP4 else 8)
+
+
+@triton.jit
+def fetch(w_row, nbytes):
+    """Bring rows of `nbytes` from each pointer into L2, before it is known what they are multiplied with."""
+    line = tl.arange(0, 32) * 128
+    for at in range(0, nbytes, 4096):
+        address = w_row.to(tl.int64)[:, None] + tl.minimum(at + line, nbytes - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def product(
     x_row,
     x_live,
