@@ -184,6 +184,25 @@ def test_what_fails_has_no_time_and_stops_nothing(small, tmp_path):
     assert told["quick", 2]["us_warm"] == 10_000.0
 
 
+def test_a_failed_profile_is_no_time_either(small, tmp_path):
+    bench = Bench(small, [QUICK])
+
+    def record(work, path):
+        raise RuntimeError("CUPTI\nsays no")
+
+    rows = climb(
+        plan_of(QUICK, levels=(2,)),
+        bench,
+        replace(bench.instruments(), record=record),
+        bench.gate,
+        tmp_path / "l.json",
+        save=lambda rows: None,
+        say=lambda row: None,
+    )
+    assert [row["error"] for row in rows] == ["RuntimeError: CUPTI says no"]
+    assert not {"us_warm", "tokens_per_s", "profile", "trace"} & set(rows[0])
+
+
 def test_a_failed_logits_gate_is_no_time_either(small, tmp_path):
     bench = Bench(small, [QUICK])
     gate = Gate("logits against the reference table", float("nan"), 0.02)

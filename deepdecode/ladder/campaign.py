@@ -179,7 +179,8 @@ def _measure(
     moved = slice.bytes(concurrency)
     floor_us = sum(moved.values()) / row["copy_bandwidth_tb_s"] / 1e6
     hit = slice.experts_hit(concurrency)
-    row |= {
+    trace = trace_path(path, row["rung"], concurrency)
+    measured: dict[str, Any] = {
         "T": batch,
         "us_warm": round(1e3 * tpot.ms, 2),
         "us_warm_low": round(1e3 * tpot.low, 2),
@@ -193,16 +194,15 @@ def _measure(
         "times_floor": round(1e3 * tpot.ms / floor_us, 2),
         "experts_hit": {"mean": round(sum(hit) / max(1, len(hit)), 2), "min": min(hit, default=0), "max": max(hit, default=0)},
         "graph_launches": graph.launches,
+        "profile": _summary(profile_steps(graph.replay, instruments.record, trace, batch)),
     }
-    kept = concurrency == plan.profiled
-    trace = trace_path(path, row["rung"], concurrency)
-    row["profile"] = _summary(profile_steps(graph.replay, instruments.record, trace, batch))
-    if kept:
-        row["trace"] = trace.name
+    if concurrency == plan.profiled:
         entries = profile_entries(graph.eager, instruments.record, trace.with_name("eager-" + trace.name))
-        row["entries"] = {name: asdict(entry) for name, entry in entries.items()}
+        measured |= {"trace": trace.name, "entries": {name: asdict(entry) for name, entry in entries.items()}}
     else:
         trace.unlink()
+    # all or nothing: a step that failed on the way has no time
+    row |= measured
 
 
 def trace_path(path: Path, rung: str, concurrency: int) -> Path:
