@@ -39,7 +39,7 @@ MAY = {
     "plan": {"cards", "kernels", "support"},
     "env": {"cards", "kernels", "support"},
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
-    "bench": {"bench", "ops", "kernels", "fallback", "testing", "config", "cards"},
+    "bench": {"bench", "ops", "kernels", "kvcache", "fallback", "testing", "config", "cards"},
     "ladder": {"bench", "cards", "checkpoint", "config", "errors", "kernels", "kvcache", "ladder", "model", "ops", "progress"}
     | {"runner", "rungs", "slices", "testing", "tiny", "trace"},
     "cli": {"errors", "generate", "inspect", "plan", "env", "bench", "ladder", "kernels", "ops", "cards", "config", "trace"},

@@ -1,16 +1,18 @@
-"""python -m deepdecode.bench.glue: a step's fused glue, each case checked, timed warm and past L2, beside the composed fine ops.
+"""python -m deepdecode.bench.glue: a step's fused glue, checked, timed warm and past L2, beside the composed fine ops.
 
 mhc_boundary, attn_prepare, route, norm, rotation back, places and the next token at V4-Flash's sizes. Both sides are timed as
 replays of a CUDA graph, so that what is compared is the GPU's time and not the host's.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -35,7 +37,7 @@ PAST_L2 = 180 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """One cell: how to call ours on each set of inputs, the composed fine ops on the first, the error, and bytes that must move."""
+    """One cell: calls of ours on each set of inputs, of the fine ops on the first; the error, its bound, bytes to move."""
 
     op: str
     T: int
@@ -167,7 +169,8 @@ def places(T: int) -> Job:
         return decode_places(tokens, positions, slots, cache.block_tables, **sizes, width=72)
 
     def composed() -> Any:
-        return cache.step_composed(tokens, positions, slots, prefill=False, width=72)
+        with mock.patch.dict(os.environ, DEEPDECODE_REFERENCE="1"):
+            return cache.step(tokens, positions, slots, prefill=False, width=72)
 
     def error() -> float:
         got, want = ours(), composed()
@@ -179,9 +182,9 @@ def places(T: int) -> Job:
 
 def token(T: int, temperature: float, top_p: float) -> Job:
     logits = normal(T, CONFIG.vocab_size, dtype=torch.float32)
-    rows = [torch.full((T,), value, dtype=torch.float64, device="cuda") for value in (temperature, top_p)]
+    heat, share = (torch.full((T,), value, dtype=torch.float64, device="cuda") for value in (temperature, top_p))
     seeds = torch.arange(T, device="cuda")
-    args = (logits, *rows, seeds, seeds)
+    args = (logits, heat, share, seeds, seeds)
 
     def error() -> float:
         return (fused.sample(*args) != reference.sample(*args)).float().mean().item()
