@@ -211,7 +211,7 @@ def test_report_measures_nothing(tmp_path, document, capsys, monkeypatch):
     ("words", "message"),
     [
         (["--slice", "tp4"], "ladder: --slice must be one of tp8, dp8ep8, got tp4"),
-        (["--rungs", "0,9"], "ladder: --rungs must be of 0-padded, 0, 1, 2, 2-portable, got 9"),
+        (["--rungs", "0,none"], f"ladder: --rungs must be of {', '.join(rung.name for rung in RUNGS)}, got none"),
         (["--rungs", ","], "got none"),
         (["--concurrency", "1,x"], "ladder: --concurrency must be numbers from 1 to 4096 with commas between, got x"),
         (["--concurrency", "0"], "got 0"),
