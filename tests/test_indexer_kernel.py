@@ -34,10 +34,11 @@ def corners(fmt: str) -> dict[str, IndexInputs]:
     return index_corners(fmt=fmt)
 
 
-def config(inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32) -> Config:
+def config(inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32, chunk: int = 64) -> Config:
     widen = "f16" if inputs.keys.fmt == "fp8_132" else "none"
     return Config(
-        block_n=block_n, group=group, splits=splits, num_warps=4, num_stages=3, select_warps=4, align=4, widen=widen, pdl=False
+        kernel="mma", block_n=block_n, group=group, splits=splits, num_warps=4, num_stages=3, select_warps=4,
+        select_chunk=chunk, align=4, widen=widen, pdl=False,
     )  # fmt: skip
 
 

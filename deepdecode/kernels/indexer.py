@@ -19,8 +19,6 @@ from deepdecode.ops.rows import PagedRows
 
 HIDDEN = tl.constexpr(-(2**31))
 INFINITY = tl.constexpr(0x7F800000)
-# lanes that the selection writes at a time
-CHUNK = 4096
 # a grid's second dimension
 MAX_TOKENS = 65535
 
@@ -155,24 +153,40 @@ def indexer_score_kernel(
 
 
 @triton.jit
-def _bar(rank, topk):
-    """The smallest rank that is chosen, and how many of the lanes that hold it are: topk lanes in all, or all visible ones."""
+def _with(low, high, count, other_low, other_high, other_count):
+    return tl.minimum(low, other_low), tl.maximum(high, other_high), count + other_count
+
+
+@triton.jit
+def _spread(rank):
+    """The smallest visible rank, one more than the largest rank, and how many are visible."""
     visible = rank > HIDDEN
-    at_low = tl.sum(visible.to(tl.int32), 0)
-    high = tl.max(rank, 0)
-    low = tl.min(tl.where(visible, rank, high), 0)
-    high += 1
-    # at_low lanes, topk or more, hold low or more; fewer than topk hold high or more
+    low, high, count = tl.reduce((tl.where(visible, rank, INFINITY), rank, visible.to(tl.int32)), 0, _with)
+    return low, high + 1, count
+
+
+@triton.jit
+def _bar(rank, low, high, at_low, topk):
+    """The smallest rank that is chosen, and how many of the lanes that hold it are: topk lanes in all, or all visible ones.
+
+    at_low lanes hold `low` or more, and none holds `high` or more.
+    """
+    at_high = 0
+    # two thirds of the interval fall away each time; what holds topk lanes or more stays at low, what holds fewer at high
     while (at_low > topk) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((rank >= middle).to(tl.int32), 0)
-        enough = count >= topk
-        low = tl.where(enough, middle, low)
-        at_low = tl.where(enough, count, at_low)
-        high = tl.where(enough, high, middle)
-    tied = tl.sum((rank == low).to(tl.int32), 0)
-    # without a visible lane low is HIDDEN
-    return tl.maximum(low, HIDDEN + 1), tl.minimum(tied, topk - (at_low - tied))
+        third = tl.maximum((high.to(tl.uint32) - low.to(tl.uint32)) // 3, 1).to(tl.int32)
+        first = low + third
+        second = tl.minimum(first + third, high - 1)
+        # both counts in one sum
+        both = tl.sum((rank >= first).to(tl.int32) | ((rank >= second).to(tl.int32) << 16), 0)
+        at_first, at_second = both & 0xFFFF, (both >> 16) & 0xFFFF
+        upper, lower = at_second >= topk, at_first < topk
+        low = tl.where(upper, second, tl.where(lower, low, first))
+        at_low = tl.where(upper, at_second, tl.where(lower, at_low, at_first))
+        high = tl.where(upper, high, tl.where(lower, first, second))
+        at_high = tl.where(upper, at_high, tl.where(lower, at_first, at_second))
+    spare = tl.where(at_low > topk, topk - at_high, 0xFFFF)
+    return tl.where(at_low < topk, HIDDEN + 1, low), spare
 
 
 @triton.jit
@@ -237,30 +251,47 @@ def indexer_topk_kernel(
         tl.extra.cuda.gdc_wait()
     lanes = length
     grouped = False
+    low, high = HIDDEN + 1, HIDDEN + 2
     if GROUP:
         groups = tl.cdiv(length, GROUP)
         grouped = groups > topk
         if grouped:
-            g = tl.arange(0, BLOCK_G)
-            bar, spare = _bar(tl.load(bests_ptr + g, mask=g < groups, other=HIDDEN), topk)
+            CHUNK_G: tl.constexpr = min(CHUNK, BLOCK_G)
+            group = tl.arange(0, BLOCK_G)
+            best = tl.load(bests_ptr + group, mask=group < groups, other=HIDDEN)
+            low, high, at_low = _spread(best)
+            low, spare = _bar(best, low, high, at_low, topk)
             count = 0
-            for start in range(0, BLOCK_G, min(CHUNK, BLOCK_G)):
-                some = start + tl.arange(0, min(CHUNK, BLOCK_G))
-                best = tl.load(bests_ptr + some, mask=some < groups, other=HIDDEN)
-                passes, place, count = _places(best, bar, spare, count)
+            for start in range(0, BLOCK_G, CHUNK_G):
+                if BLOCK_G > CHUNK:
+                    some = start + tl.arange(0, CHUNK_G)
+                    best_of = tl.load(bests_ptr + some, mask=some < groups, other=HIDDEN)
+                else:
+                    some, best_of = group, best
+                passes, place, count = _places(best_of, low, spare, count)
                 tl.store(passed_ptr + place, some, mask=passes)
             lanes = ((count >> 16) + tl.minimum(count & 0xFFFF, spare)) * GROUP
             # other threads of this program read what was stored
             tl.debug_barrier()
     lane = tl.arange(0, BLOCK_N)
     entry = _entry(lane, lanes, passed_ptr, grouped, GROUP)
-    bar, spare = _bar(tl.load(ranks_ptr + entry, mask=(lane < lanes) & (entry < length), other=HIDDEN), topk)
+    rank = tl.load(ranks_ptr + entry, mask=(lane < lanes) & (entry < length), other=HIDDEN)
+    if grouped:
+        # the best of each group that passed is an entry, so topk entries hold the groups' bar or more
+        at_low = tl.sum((rank >= low).to(tl.int32), 0)
+    else:
+        low, high, at_low = _spread(rank)
+    bar, spare = _bar(rank, low, high, at_low, topk)
     count = 0
-    for start in range(0, BLOCK_N, min(CHUNK, BLOCK_N)):
-        some = start + tl.arange(0, min(CHUNK, BLOCK_N))
-        at = _entry(some, lanes, passed_ptr, grouped, GROUP)
-        rank = tl.load(ranks_ptr + at, mask=(some < lanes) & (at < length), other=HIDDEN)
-        chosen, place, count = _places(rank, bar, spare, count)
+    CHUNK_N: tl.constexpr = min(CHUNK, BLOCK_N)
+    for start in range(0, BLOCK_N, CHUNK_N):
+        if BLOCK_N > CHUNK:
+            some = start + tl.arange(0, CHUNK_N)
+            at = _entry(some, lanes, passed_ptr, grouped, GROUP)
+            rank_at = tl.load(ranks_ptr + at, mask=(some < lanes) & (at < length), other=HIDDEN)
+        else:
+            at, rank_at = entry, rank
+        chosen, place, count = _places(rank_at, bar, spare, count)
         page = tl.load(table_ptr + at // PAGE, mask=chosen, other=0)
         tl.store(indices_ptr + place, page * PAGE + at % PAGE, mask=chosen)
     found = (count >> 16) + tl.minimum(count & 0xFFFF, spare)
@@ -317,13 +348,22 @@ def score(
     rows, pages = block_tables.shape
     case = Case(T, heads, pages * keys.page_size, topk, keys.page_size, keys.fmt)
     ranks, bests, _ = _parts(workspace, case, config)
-    data = keys.data
-    if keys.fmt == "fp8_132":
-        # codes as E4M3 values, or as bytes where no instruction knows them
-        as_type = torch.uint8 if config.widen == "bits" else torch.float8_e4m3fn
-        data, index_q = data.view(as_type), index_q.view(as_type)
     stride, block_h = row_stride(case, config.block_n), max(16, triton.next_power_of_2(heads))
-    indexer_score_kernel[config.splits, T](
+    data = keys.data
+    if config.kernel == "wgmma":
+        from deepdecode.kernels.indexer_sm90 import indexer_score_wgmma_kernel as kernel
+
+        data, index_q = data[:, : keys.page_size * 132].view(torch.int32), index_q.view(torch.int32)
+        options = {}
+    else:
+        kernel = indexer_score_kernel
+        if keys.fmt == "fp8_132":
+            # codes as E4M3 values, or as bytes where no instruction knows them
+            as_type = torch.uint8 if config.widen == "bits" else torch.float8_e4m3fn
+            data, index_q = data.view(as_type), index_q.view(as_type)
+        options = {"FP8": keys.fmt == "fp8_132", "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages}
+        options["PADDED"] = block_h != heads
+    kernel[config.splits, T](
         index_q,
         index_weights,
         data,
@@ -341,17 +381,13 @@ def score(
         stride // config.group if config.group else 0,
         config.splits,
         topk,
-        FP8=keys.fmt == "fp8_132",
-        WIDEN=config.widen,
         PAGE=keys.page_size,
-        ALIGN=config.align,
         BLOCK_H=block_h,
-        PADDED=block_h != heads,
         BLOCK_N=config.block_n,
         GROUP=config.group,
-        STAGES=config.num_stages,
         PDL=config.pdl,
         num_warps=config.num_warps,
+        **options,
     )
 
 
@@ -391,7 +427,7 @@ def select(
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(topk),
-        CHUNK=CHUNK,
+        CHUNK=config.select_chunk,
         PDL=config.pdl,
         num_warps=config.select_warps,
         **({"launch_pdl": True} if config.pdl else {}),
@@ -402,24 +438,33 @@ def compile_args(
     config: Config, case: Case
 ) -> list[tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, int]]]:
     """Each kernel with types, constants and options as `launch` passes them, to compile it without a GPU."""
-    fp8 = case.fmt == "fp8_132"
-    values = ("u8" if config.widen == "bits" else "fp8e4nv") if fp8 else "bf16"
+    values = (
+        {"wgmma": "i32", "mma": "u8" if config.widen == "bits" else "fp8e4nv"}[config.kernel]
+        if case.fmt == "fp8_132"
+        else "bf16"
+    )
     kinds = {"q": values, "keys": values, "weights": "fp32"}
     kinds |= dict.fromkeys(("tables", "slots", "lens", "ranks", "bests", "passed", "indices", "found"), "i32")
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in kinds.items()}
     sizes = ("heads", "cache_pages", "table_rows", "table_pages", "rank_stride", "best_stride", "splits", "topk")
     types |= dict.fromkeys(sizes, "i32") | {"page_stride": "i32:16" if config.align == 16 else "i32"}
     block_g, block_n = select_blocks(case, config.group)
+    block_h = max(16, triton.next_power_of_2(case.heads))
     both = {"PAGE": case.page_size, "GROUP": config.group, "PDL": config.pdl}
-    score = {"FP8": fp8, "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages, "BLOCK_N": config.block_n}
-    score["BLOCK_H"] = max(16, triton.next_power_of_2(case.heads))
-    score["PADDED"] = score["BLOCK_H"] != case.heads
-    select = {"BLOCK_G": block_g, "BLOCK_N": block_n, "BLOCK_K": triton.next_power_of_2(case.topk), "CHUNK": CHUNK}
+    score = {"BLOCK_N": config.block_n, "BLOCK_H": block_h}
+    kernel = indexer_score_kernel
+    if config.kernel == "wgmma":
+        from deepdecode.kernels.indexer_sm90 import indexer_score_wgmma_kernel as kernel
+    else:
+        score |= {"FP8": case.fmt == "fp8_132", "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages}
+        score["PADDED"] = block_h != case.heads
+    select = {"BLOCK_G": block_g, "BLOCK_N": block_n, "CHUNK": config.select_chunk}
+    select["BLOCK_K"] = triton.next_power_of_2(case.topk)
 
     def only(kernel: triton.JITFunction) -> dict[str, str]:
         return {name: kind for name, kind in types.items() if name in kernel.arg_names}
 
     return [
-        (indexer_score_kernel, only(indexer_score_kernel), both | score, {"num_warps": config.num_warps}),
+        (kernel, only(kernel), both | score, {"num_warps": config.num_warps}),
         (indexer_topk_kernel, only(indexer_topk_kernel), both | select, {"num_warps": config.select_warps}),
     ]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 KEY_BYTES = {"fp8_132": 132, "bf16": 256}
 # what the selection holds in registers: bests of groups, and entries of chosen groups
 MAX_GROUPS, MAX_ENTRIES = 16384, 32768
+# keys of a tile, and programs on each SM: registers of 64 heads leave room for four
+BLOCK_N, PER_SM = 64, 4
 # scores and bests of a call; a call of more tokens goes piece by piece
 WORKSPACE_BYTES = 256 << 20
 
@@ -29,6 +31,7 @@ class Case:
     """Everything that a launch depends on. entries: what a table row can hold.
 
     align: the largest of 16, 4, 2 and 1 that divides the cache's address and page stride, in bytes.
+    gluon: whether this Triton has the Gluon that the Hopper kernel is written in.
     """
 
     T: int
@@ -41,21 +44,25 @@ class Case:
     weights_dtype: str = "float32"
     width: int = 128
     align: int = 16
+    gluon: bool = True
 
 
 @dataclass(frozen=True)
 class Config:
-    """group 0: one pass over all entries.
+    """kernel: "wgmma" (Hopper) or "mma". group 0: one pass over all entries.
 
+    select_chunk: lanes that the selection writes at a time.
     widen: how E4M3 becomes float16: "f16" by the card's own conversion, "bits" by integer arithmetic; "none" does not.
     """
 
+    kernel: str
     block_n: int
     group: int
     splits: int
     num_warps: int
     num_stages: int
     select_warps: int
+    select_chunk: int
     align: int
     widen: str
     pdl: bool
@@ -69,6 +76,7 @@ def case_of(
     slots: "torch.Tensor",
     lens: "torch.Tensor",
     topk: int,
+    gluon: bool = True,
 ) -> Case:
     """The case of one call's arguments."""
     T, heads, width = index_q.shape
@@ -84,6 +92,7 @@ def case_of(
         weights_dtype=str(index_weights.dtype).removeprefix("torch."),
         width=width,
         align=4 if align == 8 else align,
+        gluon=gluon,
     )
 
 
@@ -111,19 +120,21 @@ def supports(case: Case, card: Card) -> str | None:
 
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
-    block_n = 128
-    tiles = max(1, math.ceil(case.entries / block_n))
-    # two programs of 4 warps on each SM
-    splits = max(1, min(tiles, 2 * card.sms // max(1, case.T)))
     group = _group(case)
     assert group is not None
+    hopper = card.arch == 90 and case.gluon and case.fmt == "fp8_132" and case.align == 16
+    tiles = max(1, math.ceil(case.entries / BLOCK_N))
+    lanes = max(select_blocks(case, group))
     return Config(
-        block_n=block_n,
+        kernel="wgmma" if hopper else "mma",
+        block_n=BLOCK_N,
         group=group,
-        splits=splits,
+        splits=max(1, min(tiles, PER_SM * card.sms // max(1, case.T))),
         num_warps=4,
-        num_stages=3,
-        select_warps=16,
+        num_stages=1,
+        select_warps=4 if lanes <= 4096 else 8,
+        # more than 32 lanes a thread would spill
+        select_chunk=4096,
         align=min(case.align, 16),
         widen="none" if case.fmt != "fp8_132" else "bits" if card.arch < 89 else "f16",
         pdl=card.arch >= 90,
