@@ -5,8 +5,8 @@ codes, exact in bfloat16; the scale of a block of 128 columns multiplies their f
 scale. Scales are loaded one step ahead: the compiler's pipeline, which has the weights under way, leaves them out.
 
 With one slice, warps take different rows and share the tokens in shared memory: for many tokens. With more, all warps take
-the same rows, each a slice of K of its own as the batch of a batched product, so that a small weight still feeds every SM; the
-slices are added in their order at the end, so the bits do not vary.
+the same rows, each slices of K of its own as the batch of a batched product, so that a small weight still feeds every SM; the
+warps' sums are added in their order at the end, so the bits do not vary.
 """
 
 import triton
@@ -67,8 +67,9 @@ def product(
     """
     M: tl.constexpr = w_row.shape[0]
     N: tl.constexpr = x_row.shape[0]
-    per = tl.cdiv(K, SLICES * BLOCK_K) * BLOCK_K
-    first = (tl.arange(0, SLICES) * per)[:, None]  # [SLICES, 1]
+    # slices take turns: what the program reads at a time is one piece of each row, since memory opens a page for it
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]  # [SLICES, 1]
     k = tl.arange(0, BLOCK_K)[None, :]
     byte = tl.arange(0, BLOCK_K // 2)[None, :]
     acc = tl.zeros([SLICES, M, N] if SLICES > 1 else [M, N], tl.float32)
@@ -76,7 +77,7 @@ def product(
         next_scale = _fp4_scales(scale_row[None, :], first, K - first, BLOCK_K, WORDS)
     elif KIND == FP8:
         next_scale = tl.load(scale_row[None, :] + first // 128, mask=first < K, other=0)  # [SLICES, M]
-    for at in range(0, per, BLOCK_K):
+    for at in range(0, K, STEP):
         start = first + at
         x_mask = x_live[None, None, :] & (EVEN or (start + k < K)[:, :, None])
         x = tl.load(x_row[None, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [SLICES, BLOCK_K, N]
@@ -86,7 +87,7 @@ def product(
             live = EVEN or (start + 2 * byte < K)[:, None, :]
             w = tl.load(w_row[None, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
             scale = next_scale
-            next_scale = _fp4_scales(scale_row[None, :], start + BLOCK_K, K - start - BLOCK_K, BLOCK_K, WORDS)
+            next_scale = _fp4_scales(scale_row[None, :], start + STEP, K - start - STEP, BLOCK_K, WORDS)
             if WORDS:
                 scale = (scale >> (8 * tl.arange(0, BLOCK_K // 32))[None, None, :]).to(tl.uint8)
             scale = tl.broadcast_to(scale[:, :, :, None], (SLICES, M, BLOCK_K // 32, 16))
@@ -98,7 +99,7 @@ def product(
         if KIND == FP8:
             w = fp8_values(w, INTERPRET)
             scale = next_scale
-            ahead = start + BLOCK_K
+            ahead = start + STEP
             next_scale = tl.load(scale_row[None, :] + ahead // 128, mask=ahead < K, other=0)
         if INTERPRET or w.dtype == tl.float32:
             w = w.to(tl.float32)
