@@ -147,3 +147,13 @@ def layout_reason(x: torch.Tensor, *weights: torch.Tensor | None) -> str | None:
     if any(stride % 2 for stride in x.stride()[:-1]) or x.data_ptr() % 4:
         return "rows of x that do not start on multiples of 4 bytes"
     return None
+
+
+def compile_args(config: Config, kind: str, out: str = "bf16", plain: str = "bf16") -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of `linear_kernel` as `launch` passes them for sizes of the model, to compile it without a GPU."""
+    types = {"x_ptr": "*bf16:16", "w_ptr": f"*{plain if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
+    types |= {"out_ptr": f"*{out}:16", "T": "i32", "OUT": "i32"}
+    types |= dict.fromkeys(("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot"), "i32:16")
+    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "WORDS": kind == "fp4", "SLICES": config.slices}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k}
+    return types, constants | {"PDL": config.pdl, "INTERPRET": False}

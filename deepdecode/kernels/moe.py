@@ -473,3 +473,22 @@ def run(
 
 def _kind(w: torch.Tensor) -> str:
     return {torch.float8_e4m3fn: "fp8", torch.uint8: "fp4"}.get(w.dtype, "plain")
+
+
+def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp8") -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of "w13" or "w2" as `launch` passes them for sizes of the model, to compile it without a GPU."""
+    pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32"}
+    pointers |= {"w": "u8" if kind != "plain" else "bf16", "shared": "u8" if shared != "plain" else "bf16"}
+    pointers |= dict.fromkeys(("scale", "shared_scale"), "u8")
+    counts = ("T", "pairs", "top_k", "first", "E", "shared_jobs")
+    function = w13_kernel if name == "w13" else w2_kernel
+    types = {f"{pointer}_ptr": f"*{type_}:16" for pointer, type_ in pointers.items()} | dict.fromkeys(counts, "i32")
+    types |= {"limit": "fp32"} | dict.fromkeys(("K", "I", "SHARED_I", "C"), "i32:16")
+    types |= {argument: "i32:16" for argument in function.arg_names if argument.startswith("stride_")}
+    constants = {"KIND": KINDS[kind].value, "SHARED_KIND": KINDS[shared].value, "E8M0": True, "SHARED_E8M0": True, "EVEN": True}
+    constants |= {"SHARED_EVEN": True, "WORDS": kind == "fp4", "SHARED_WORDS": shared == "fp4", "BY_PAIR": True}
+    constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": config.block_i, "BLOCK_M": config.block_m, "BLOCK_T": config.block_t}
+    constants |= {"SHARED_T": config.shared_t, "SLICES": config.slices, "PDL": config.pdl, "INTERPRET": False}
+    constants |= {"BLOCK_K": config.block_k if name == "w13" else config.block_k2}
+    names = set(function.arg_names)
+    return {k: v for k, v in types.items() if k in names}, {k: v for k, v in constants.items() if k in names}

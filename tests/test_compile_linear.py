@@ -1,0 +1,85 @@
+"""Products and experts, compiled for every arch in every form that a default plan can return: a stage of its own."""
+
+import importlib.util
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from deepdecode.cards import CARDS
+from deepdecode.kernels import linear_plan, moe_plan
+from deepdecode.testing.compiled import SHARED_LIMIT, Compiled, compile_kernel
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+]
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# groups, rows of a group, columns: the model's sets whole, and a rank's eighth
+SIZES = ((1, 1536, 4096), (1, 2624, 4096), (1, 40960, 1024), (8, 1024, 4096), (1, 4096, 8192), (1, 129280, 4096))
+SIZES += ((1, 12288, 1024), (1, 1024, 4096), (1, 4096, 1024), (1, 16160, 4096))
+RANKS = ((256, 2048), (256, 256), (32, 2048))
+
+
+def reachable(arch: int) -> list[tuple[str, str, object]]:
+    """(kernel, kind, config) for each form that plans return on cards of this arch."""
+    found = {}
+    for card in CARDS:
+        if card.arch != arch:
+            continue
+        for T in TOKENS:
+            for kind, weight in (("fp8", "fp8"), ("plain", "bfloat16")):
+                for groups, out, K in SIZES:
+                    config = linear_plan.plan(linear_plan.Case(T, groups, out, K, weight), card)
+                    found["linear", kind, config] = None
+            for E, I in RANKS:
+                config = moe_plan.plan(moe_plan.Case(T, 6, E, 4096, I, I), card)
+                found["w13", "fp4", config] = found["w2", "fp4", config] = None
+    return list(found)
+
+
+CASES = [(arch, *form) for arch in SHARED_LIMIT for form in reachable(arch)]
+
+
+def build(arch: int, name: str, kind: str, config) -> tuple[Compiled, str]:
+    """The compiled kernel and its SASS. Runs in a process of its own: the interpreted tests set TRITON_INTERPRET in theirs."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    from deepdecode.kernels import linear, moe
+
+    if name == "linear":
+        function, arguments = linear.linear_kernel, linear.compile_args(config, kind)
+    else:
+        function = moe.w13_kernel if name == "w13" else moe.w2_kernel
+        arguments = moe.compile_args(name, config, kind)
+    compiled = compile_kernel(function, *arguments, arch, num_warps=config.num_warps, num_stages=config.num_stages)
+    return compiled, compiled.sass()
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "kind", "config"), CASES, ids=[f"sm_{case[0]}-{case[1]}-{case[2]}-{n}" for n, case in enumerate(CASES)]
+)
+def test_compiles_within_the_card(compiler, arch, name, kind, config):
+    compiled, sass = compiler.submit(build, arch, name, kind, config).result()
+    assert compiled.shared <= SHARED_LIMIT[arch]
+    assert compiled.local == 0
+    # two programs of 4 warps and more fit an SM
+    assert 65536 // (compiled.registers * config.num_warps * 32) >= 2
+    assert "HMMA" in sass or "HGMMA" in sass or "UTCHMMA" in sass
+    # weights come 16 bytes at a time, and no FP8 instruction is needed
+    assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
+    assert "e4m3" not in compiled.ptx
+
+
+def test_every_arch_has_few_configs():
+    for arch in SHARED_LIMIT:
+        for name in ("linear", "w13"):
+            assert 2 <= sum(case[0] == arch and case[1] == name for case in CASES) <= 10
