@@ -298,16 +298,18 @@ def test_a_replay_is_the_eager_step(name, rung):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="rungs need a GPU")
 @pytest.mark.parametrize("name", ["tp8", "dp8ep8"])
-def test_rungs_agree_with_the_reference_on_a_gpu(name):
+def test_rungs_agree_on_a_gpu(name):
     from deepdecode.rungs import RUNGS
 
     made = cut(name, device="cuda")
-    want = None
+    wanted = {}
     for rung in RUNGS[::-1]:
         made.reset()
         step = made.graph(rung.ops, 9)
-        got = run(step)[0]
-        want = got if want is None else want
-        # bfloat16 roundings of four layers, in which a near tie of experts can fall otherwise in single rows
-        gaps = (got - want).norm(dim=1) / want.norm(dim=1)
-        assert gaps.median() < 0.03
+        gaps = []
+        for n in range(8):
+            got = run(step, n)[0]
+            want = wanted.setdefault(n, got)
+            gaps += ((got - want).norm(dim=1) / want.norm(dim=1)).tolist()
+        # roundings of attention pass four layers of bfloat16 and FP8 rows, and tip a near tie of experts in single rows
+        assert sorted(gaps)[len(gaps) // 2] < 0.08
