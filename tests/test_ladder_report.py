@@ -11,7 +11,7 @@ from deepdecode.__main__ import main
 from deepdecode.ladder.command import CONCURRENCY, choose_levels, choose_rungs
 from deepdecode.ladder.findings import moves_doc, write_findings
 from deepdecode.ladder.plots import plot_ladder
-from deepdecode.ladder.table import campaign_table, category_table, entry_table, gate_table, ladder_doc, ratio
+from deepdecode.ladder.table import campaign_table, category_table, entry_table, gate_table, ladder_doc, mirror_table, ratio
 from deepdecode.rungs import RUNGS
 from deepdecode.trace import load, profile
 from deepdecode.trace.compare import compare
@@ -93,6 +93,13 @@ def test_every_ratio_names_what_it_is_over(document):
     assert cells(table, "1", "2")[8:] == ("1.000", "14.3 %", "7.000", "90", "2.000", "3.50x", "5.5")
     assert "rung 0-padded is the first engine; rung 0 is SGLang today" in table.note
     assert ratio(document["rows"], document["rows"][0], "0") == pytest.approx(26 / 36, rel=1e-3)
+
+
+def test_what_rungs_share_stands_once(document):
+    facts = {name: dict(told) for name, told in RUNG_FACTS.items()}
+    facts["0"]["mirrors"], facts["1"]["mirrors"] = {"moe": "as engines", "route": "so"}, {"moe": "as engines", "route": "other"}
+    table = mirror_table(document | {"rungs": facts})
+    assert table.rows == (("moe", "0, 1", "as engines"), ("route", "0", "so"), ("route", "1", "other"))
 
 
 def test_without_the_native_yardstick_its_ratios_are_gone(document):

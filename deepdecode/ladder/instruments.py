@@ -24,7 +24,7 @@ from deepdecode.trace.steps import launch_of
 # three passes follow one another over 132 positions, so that compressors complete entries at their natural rate
 REPEATS, PASS_STEPS = 3, 44
 # of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
-PASS_S = 1.6
+PASS_S = 0.8
 # enough that the reader can tell a change from noise
 PROFILED_STEPS = 4
 # how `StepGraph.eager` names the range of an entry of the table
@@ -77,6 +77,7 @@ def gpu_instruments(device: torch.device) -> Instruments:
         with _profiler() as recorded:
             work()
             torch.cuda.synchronize(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(path.name + ".whole")
         recorded.export_chrome_trace(str(whole))
         try:
@@ -110,7 +111,6 @@ def write_slim(document: dict[str, Any], path: Path) -> None:
             events.append({**event, "args": {name: args[name] for name in ARGS if name in args}})
     kept = {name: document[name] for name in ("schemaVersion", "deviceProperties", "baseTimeNanoseconds") if name in document}
     text = json.dumps({**kept, "traceEvents": events}, separators=(",", ":"))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
         packed.write(text.encode())
 

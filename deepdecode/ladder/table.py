@@ -16,8 +16,8 @@ def ladder_doc(document: Document) -> Doc:
     """Everything a result file of the ladder says."""
     rows = document["rows"]
     parts: list[Part] = [campaign_table(document)]
-    parts += [table for table in (category_table(document), entry_table(document)) if table]
-    parts.append(gate_table(document))
+    tables = (category_table(document), entry_table(document), gate_table(document), mirror_table(document))
+    parts += [table for table in tables if table]
     failed = [f"rung {row['rung']} at C = {row['concurrency']}: {row['error']}" for row in rows if "error" in row]
     if failed:
         parts.append(Bullets("Not measured", tuple(failed)))
@@ -138,16 +138,28 @@ def _method(document: Document) -> list[str]:
         f"{document['layers']} layers, {document['context']} tokens of context, seeded weights in the checkpoint's formats"
     ]
     items += document["left_out"]
+    items += [f"rung {name}: {rung['title']}" for name, rung in document["rungs"].items()]
     if rows:
         steps = sorted({row["timed_steps"] for row in rows})
         spans = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         items.append(f"TPOT: the median of {rows[0]['repeats']} passes of {spans} replays over consecutive positions")
         bandwidth = sorted({row["copy_bandwidth_tb_s"] for row in rows})
         items.append(f"floor: bytes that must move, over {bandwidth[-1]:.2f} TB/s, a copy's bandwidth in the same run")
-    for name, rung in document["rungs"].items():
-        items.append(f"rung {name}: {rung['title']}")
-        items += [f"rung {name}, {entry}: {text}" for entry, text in rung["mirrors"].items()]
     return items
+
+
+def mirror_table(document: Document) -> Table | None:
+    """Which engine code each entry of a rung mirrors; what several rungs share stands once."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for name, rung in document["rungs"].items():
+        for entry, text in rung["mirrors"].items():
+            shared.setdefault((entry, text), []).append(name)
+    lines = tuple((entry, ", ".join(names), text) for (entry, text), names in shared.items())
+    return (
+        Table("Engine code that an entry mirrors", ("entry", "rungs", "what, and why it is fair"), "lll", lines)
+        if lines
+        else None
+    )
 
 
 def _category(row: Row, name: str) -> dict[str, Any]:
