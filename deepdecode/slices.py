@@ -83,24 +83,19 @@ class RankSlice:
                     layer.moe.bias.zero_()
             self.cache = self._empty_cache()
             self.reset()
-            self._generator = torch.Generator(self.device).manual_seed(seed + 1)
-            rows = self.expert_rows(max_concurrency)
+            generator = torch.Generator(self.device).manual_seed(seed + 1)
             # a rank's own sequences first
-            self._tokens = self._random_ids(POSITIONS, rows)
+            size = (POSITIONS, max_concurrency)
+            self._tokens = torch.randint(config.vocab_size, size, device=self.device, generator=generator)
             # normed inputs of the experts that the other ranks' sequences would bring
-            self._others = torch.randn(
-                rows, config.hidden_size, device=self.device, generator=self._generator, dtype=torch.float32
-            ).to(self.weights.embed.dtype)
+            others = torch.randn(max_concurrency, config.hidden_size, device=self.device, generator=generator)
+            self._others = others.to(self.weights.embed.dtype)
         # expert ids of the last step at each concurrency
         self._routed: dict[int, Tensor] = {}
 
     def sequences(self, concurrency: int) -> int:
-        """Sequences that this rank attends when the service holds `concurrency`."""
+        """Sequences that this rank attends when the service holds `concurrency`, whose rows its experts all see."""
         return concurrency if self.name == "tp8" else -(-concurrency // RANKS)
-
-    def expert_rows(self, concurrency: int) -> int:
-        """Rows that this rank's experts see."""
-        return max(concurrency, self.sequences(concurrency))
 
     def graph(self, ops: Ops, concurrency: int) -> "StepGraph":
         """The decode step of `concurrency` sequences on a table of ops, captured on a GPU.
@@ -132,7 +127,7 @@ class RankSlice:
         The mean over the timed positions. Activations and index arrays, which stay in the L2 cache, are left out.
         """
         config, weights, cache = self.config, self.weights, self.cache
-        T, rows = self.sequences(concurrency), self.expert_rows(concurrency)
+        T = self.sequences(concurrency)
         mean = self.context - (POSITIONS - 1) / 2
         total: dict[str, float] = {field.name: 0.0 for field in fields(Ops)}
         total["embed"] = T * weights.embed.shape[1] * weights.embed.element_size()
@@ -157,7 +152,7 @@ class RankSlice:
             total["sparse_attn"] += T * keys * row + _nbytes(attn.sink)
             total["route"] += moe.gate.nbytes + (moe.bias.nbytes if moe.bias is not None else 0)
             if moe.tid2eid is not None:
-                total["route"] += rows * moe.tid2eid[0].nbytes
+                total["route"] += concurrency * moe.tid2eid[0].nbytes
             total["moe"] += hit * (moe.w13.nbytes + moe.w2.nbytes) / moe.w13.shape[0]
             total["moe"] += moe.shared13.nbytes + moe.shared2.nbytes
         head = weights.head
@@ -207,10 +202,6 @@ class RankSlice:
                     state.kv.normal_(generator=generator)
                     state.score.normal_(generator=generator)
 
-    def _random_ids(self, steps: int, rows: int) -> Tensor:
-        size = (steps, rows)
-        return torch.randint(self.config.vocab_size, size, device=self.device, generator=self._generator)
-
 
 class StepGraph:
     """One decode step of a slice: embedding to sampled tokens, captured once, with everything that varies on the device.
@@ -223,7 +214,7 @@ class StepGraph:
 
     def __init__(self, slice: RankSlice, ops: Ops, concurrency: int) -> None:
         self.slice, self.ops, self.concurrency = slice, ops, concurrency
-        device, T, rows = slice.device, slice.sequences(concurrency), slice.expert_rows(concurrency)
+        device, T = slice.device, slice.sequences(concurrency)
         config = slice.config
         self.steps = 0
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
@@ -231,11 +222,11 @@ class StepGraph:
         # temperature and top_p as the model's generation_config has them
         self._ones = torch.ones(T, device=device)
         self._seeds = torch.arange(T, device=device)
-        self._tokens = slice._tokens[:, :rows].contiguous()
+        self._tokens = slice._tokens[:, :concurrency].contiguous()
         self.tokens = torch.zeros(T, dtype=torch.int64, device=device)
         vocab = slice.weights.head.head.shape[0]
         self.logits = torch.zeros(T, vocab, dtype=torch.float32, device=device)
-        shape = (config.num_layers, rows, config.experts_per_token)
+        shape = (config.num_layers, concurrency, config.experts_per_token)
         self._routed = slice._routed.setdefault(concurrency, torch.full(shape, -1, dtype=torch.int32, device=device))
         with torch.inference_mode():
             self._captured = Captured(lambda: self._step(ops), device)
