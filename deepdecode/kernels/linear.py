@@ -43,7 +43,6 @@ def linear_kernel(
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -65,7 +64,7 @@ def linear_kernel(
         fetch(w_row, row_bytes(w_ptr, K, KIND))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, WORDS, SLICES, BLOCK_K, INTERPRET)
+    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET)
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
 
@@ -97,7 +96,6 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         KIND=KINDS[kind],
         E8M0=scales.dtype == torch.uint8,
         EVEN=even,
-        WORDS=even and scale_words(scales, kind, config.block_k),
         SLICES=config.slices,
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
@@ -108,12 +106,6 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         num_stages=config.num_stages,
         **({"launch_pdl": True} if config.pdl else {}),
     )
-
-
-def scale_words(scales: torch.Tensor, kind: str, block_k: int) -> bool:
-    """Whether the FP4 scales of each tile's rows are whole words."""
-    size = block_k // 32
-    return kind == "fp4" and size > 1 and not any(at % size for at in (scales.data_ptr(), *scales.stride()[:-1]))
 
 
 def weight_name(w: torch.Tensor, kind: str) -> str:
@@ -154,6 +146,6 @@ def compile_args(config: Config, kind: str, out: str = "bf16", plain: str = "bf1
     types = {"x_ptr": "*bf16:16", "w_ptr": f"*{plain if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
     types |= {"out_ptr": f"*{out}:16", "T": "i32", "OUT": "i32"}
     types |= dict.fromkeys(("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot"), "i32:16")
-    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "WORDS": kind == "fp4", "SLICES": config.slices}
+    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "SLICES": config.slices}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k}
     return types, constants | {"PDL": config.pdl, "INTERPRET": False}

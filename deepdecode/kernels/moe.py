@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
-from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, scale_words, weight_name
+from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
 from deepdecode.kernels.product import fetch, product, row_bytes
 
@@ -106,8 +106,6 @@ def w13_kernel(
     E8M0: tl.constexpr,
     SHARED_E8M0: tl.constexpr,
     EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARED_WORDS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -144,7 +142,6 @@ def w13_kernel(
                 SHARED_KIND,
                 SHARED_E8M0,
                 EVEN,
-                SHARED_WORDS,
                 SLICES,
                 BLOCK_K,
                 INTERPRET,
@@ -176,7 +173,6 @@ def w13_kernel(
                     KIND,
                     E8M0,
                     EVEN,
-                    WORDS,
                     SLICES,
                     BLOCK_K,
                     INTERPRET,
@@ -216,8 +212,6 @@ def w2_kernel(
     SHARED_E8M0: tl.constexpr,
     EVEN: tl.constexpr,
     SHARED_EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARED_WORDS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -251,7 +245,6 @@ def w2_kernel(
             SHARED_KIND,
             SHARED_E8M0,
             SHARED_EVEN,
-            SHARED_WORDS,
             SLICES,
             BLOCK_K,
             INTERPRET,
@@ -282,7 +275,6 @@ def w2_kernel(
                     KIND,
                     E8M0,
                     EVEN,
-                    WORDS,
                     SLICES,
                     BLOCK_K,
                     INTERPRET,
@@ -388,8 +380,6 @@ def launch(
         E8M0=e8m0[0],
         SHARED_E8M0=e8m0[2],
         EVEN=even13,
-        WORDS=even13 and scale_words(scales[0], kind, config.block_k),
-        SHARED_WORDS=even13 and scale_words(scales[2], shared_kind, config.block_k),
         BLOCK_I=config.block_i,
         BLOCK_K=config.block_k,
         **common,
@@ -421,8 +411,6 @@ def launch(
         SHARED_E8M0=e8m0[3],
         EVEN=even2,
         SHARED_EVEN=shared_even2,
-        WORDS=even2 and scale_words(scales[1], kind, config.block_k2),
-        SHARED_WORDS=shared_even2 and scale_words(scales[3], shared_kind, config.block_k2),
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k2,
         **common,
@@ -486,7 +474,7 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     types |= {"limit": "fp32"} | dict.fromkeys(("K", "I", "SHARED_I", "C"), "i32:16")
     types |= {argument: "i32:16" for argument in function.arg_names if argument.startswith("stride_")}
     constants = {"KIND": KINDS[kind].value, "SHARED_KIND": KINDS[shared].value, "E8M0": True, "SHARED_E8M0": True, "EVEN": True}
-    constants |= {"SHARED_EVEN": True, "WORDS": kind == "fp4", "SHARED_WORDS": shared == "fp4", "BY_PAIR": True}
+    constants |= {"SHARED_EVEN": True, "BY_PAIR": True}
     constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": config.block_i, "BLOCK_M": config.block_m, "BLOCK_T": config.block_t}
     constants |= {"SHARED_T": config.shared_t, "SLICES": config.slices, "PDL": config.pdl, "INTERPRET": False}
     constants |= {"BLOCK_K": config.block_k if name == "w13" else config.block_k2}
