@@ -39,11 +39,18 @@ def mhc_read(arch, C=4096, rows=24):
     from deepdecode.kernels import mhc as kernel
 
     config = kernel.plan(C, arch)
-    types = pointers(streams="bf16", part="fp32", base="fp32", scale="fp32", norm="bf16", x="bf16")
+    types = pointers(streams="bf16", part="fp32", sums="fp32", base="fp32", scale="fp32", norm="bf16", x="bf16")
     types |= pointers(post="fp32", comb="fp32") if rows == 24 else {}
     types |= {"T": "i32", "C": "i32:16", "splits": "i32:16", "iters": "i32", "norm_eps": "fp32", "hc_eps": "fp32"}
     splits, block_c = (128, 4096) if C == 4096 else (256, 8192)
-    constants = {"ROWS": rows, "BLOCK_R": 32 if rows == 24 else 16, "BLOCK_S": splits, "BLOCK_C": block_c, "PDL": config.pdl}
+    constants = {
+        "ROWS": rows,
+        "BLOCK_R": 32 if rows == 24 else 16,
+        "BLOCK_S": splits,
+        "BLOCK_C": block_c,
+        "PDL": config.pdl,
+        "INTERPRET": False,
+    }
     return kernel.mhc_read_kernel, types, constants, config.read_warps
 
 
@@ -92,7 +99,7 @@ def gate_hash(arch):
 
     types = pointers(x="bf16", weight="bf16", table="i32", tokens="i64", ids="i32", weights="fp32")
     types |= ints("C E vocab stride_xt", "i32:16") | {"routed_scale": "fp32"}
-    return kernel.gate_hash_kernel, types, {"TOP": 6, "BLOCK_TOP": 8, "BLOCK_C": 1024, "PDL": arch >= 90}, 8
+    return kernel.gate_hash_kernel, types, {"TOP": 6, "BLOCK_TOP": 8, "BLOCK_C": 4096, "PDL": arch >= 90}, 16
 
 
 def rms_norm(arch):
@@ -125,8 +132,8 @@ def sample(arch):
     from deepdecode.kernels import sample as kernel
 
     types = pointers(logits="fp32", temperature="fp64", top_p="fp64", seeds="i64", positions="i64", out="i64")
-    types |= {"V": "i32", "stride_t": "i32:16"}
-    return kernel.sample_kernel, types, {"BLOCK": 4096, "PDL": arch >= 90}, 16
+    types |= ints("V stride_t", "i32:16")
+    return kernel.sample_kernel, types, {"BLOCK": 16384, "PDL": arch >= 90}, 16
 
 
 CASES = {

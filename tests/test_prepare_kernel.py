@@ -25,6 +25,9 @@ from deepdecode.kernels.rotate import e4m3, sincos  # noqa: E402
 
 F32 = 3e-6  # float32 in another order
 CODE = 2**-4  # one step of E4M3, where a value fell on the other side of a tie; the interpreter also cuts bfloat16 off
+# On a GPU torch divides by 448 through a reciprocal, so its index scales may differ in the last bit: quotients of bfloat16
+# numbers are often exact ties between two codes, and those then fall the other way. Few do, each by one code.
+FLIPS, FLIPPED = 1e-2, 2e-2
 SMALL = ModelConfig(head_dim=64, rope_dim=16, index_heads=5, index_head_dim=16)
 
 
@@ -164,10 +167,10 @@ def test_compiled_matches_reference(ratio, fmt, H, scale):
     assert (q[live] != want.q[live]).float().mean() < 1e-3
     assert rel_err(q[live], want.q[live]) < 1e-3
     for got, row in zip(written(case), written(other), strict=True):
-        assert flipped(got, row).float().mean() < 1e-2
-        assert rel_err(got, row) < 3e-3
+        assert flipped(got, row).float().mean() < FLIPS
+        assert rel_err(got, row) < FLIPPED
     assert all(same_bits(a, b) for a, b in zip(states(case), states(other), strict=True))
     if ratio == 4:
         assert rel_err(index_weights[live], want.index_weights[live]) < 1e-3
-        assert (index_q.float() != want.index_q.float())[live].float().mean() < 2e-2
-        assert rel_err(index_q.float()[live], want.index_q.float()[live]) < 3e-3
+        assert (index_q.float() != want.index_q.float())[live].float().mean() < FLIPS
+        assert rel_err(index_q.float()[live], want.index_q.float()[live]) < FLIPPED

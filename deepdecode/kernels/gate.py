@@ -46,10 +46,10 @@ def _score(z):
     log(1 + u) = 2 atanh(u / (2 + u)), and u / (2 + u) <= 1/3. NaN stays NaN.
     """
     u = tl.exp(-tl.abs(z))
-    s = tl.div_rn(u, 2.0 + u)
+    s = u / (2.0 + u)
     q = s * s
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15)))))))
-    return tl.sqrt_rn(tl.where(z <= 0, 0.0, z) + 2.0 * s * series)
+    return tl.sqrt(tl.where(z <= 0, 0.0, z) + 2.0 * s * series)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -199,7 +199,7 @@ def launch(
     if table is not None:
         gate_hash_kernel[T,](
             x, weight, table, tokens, ids, weights, C, E, table.shape[0], x.stride(0), routed_scale,
-            TOP=top_k, BLOCK_TOP=block_top, BLOCK_C=min(1024, triton.next_power_of_2(C)), PDL=config.pdl, num_warps=8, **pdl,
+            TOP=top_k, BLOCK_TOP=block_top, BLOCK_C=min(4096, triton.next_power_of_2(C)), PDL=config.pdl, num_warps=16, **pdl,
         )  # fmt: skip
         return ids, weights
     splits = triton.cdiv(C, config.block_k)

@@ -47,6 +47,30 @@ def supports(T: int, C: int, streams: str, fn: str) -> str | None:
 
 
 @triton.jit
+def _after(ptr, INTERPRET: tl.constexpr):
+    """The pointer as a number that is not known before this point: what is read through it stays behind the wait."""
+    number = ptr.to(tl.int64)
+    if INTERPRET:
+        return number
+    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _each(address, INTERPRET: tl.constexpr):
+    """float32 at byte addresses [T, C] that are equal along a row, in the layout of what it multiplies.
+
+    `tl.load` would choose a layout of its own, and 20 of them pass shared memory and its barriers one after the other. Four
+    neighbours stand in one row, so one of them loads.
+    """
+    if INTERPRET:
+        return tl.load(address.to(tl.pointer_type(tl.float32)))
+    return tl.inline_asm_elementwise(
+        "{ ld.global.f32 $0, [$4]; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }",
+        "=&f,=f,=f,=f,l,l,l,l", [address], dtype=tl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _part(acc, streams, w, INTERPRET: tl.constexpr):
     """acc [R, T] + w [R, C] @ streams [T, C]^T, w in two bfloat16 parts."""
     if INTERPRET:
@@ -101,10 +125,14 @@ def mhc_mix_kernel(
     h3 = tl.load(streams_ptr + at + 3 * C, mask=live[:, None], other=0.0).to(tl.float32)
     if HAS_Y:
         y = tl.load(y_ptr + row[:, None] * C + c[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        n0 = _post(post_ptr, comb_ptr, row, live, 0, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
-        n1 = _post(post_ptr, comb_ptr, row, live, 1, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
-        n2 = _post(post_ptr, comb_ptr, row, live, 2, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
-        n3 = _post(post_ptr, comb_ptr, row, live, 3, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        # rows past the last token read the last one's gates
+        same = tl.minimum(row, T - 1)[:, None] + (c * 0)[None, :]
+        post = _after(post_ptr, INTERPRET) + same * 16
+        comb = _after(comb_ptr, INTERPRET) + same * 64
+        n0 = _post(post, comb, 0, y, h0, h1, h2, h3, INTERPRET).to(out_ptr.dtype.element_ty)
+        n1 = _post(post, comb, 1, y, h0, h1, h2, h3, INTERPRET).to(out_ptr.dtype.element_ty)
+        n2 = _post(post, comb, 2, y, h0, h1, h2, h3, INTERPRET).to(out_ptr.dtype.element_ty)
+        n3 = _post(post, comb, 3, y, h0, h1, h2, h3, INTERPRET).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, n0, mask=live[:, None])
         tl.store(out_ptr + at + C, n1, mask=live[:, None])
         tl.store(out_ptr + at + 2 * C, n2, mask=live[:, None])
@@ -121,40 +149,75 @@ def mhc_mix_kernel(
 
 
 @triton.jit
-def _post(post_ptr, comb_ptr, row, live, k: tl.constexpr, y, h0, h1, h2, h3):
+def _post(post, comb, k: tl.constexpr, y, h0, h1, h2, h3, INTERPRET: tl.constexpr):
     """Stream k after the sublayer: its share of y, and of each stream j by comb[j, k]."""
-    p = tl.load(post_ptr + row * 4 + k, mask=live, other=0.0)[:, None]
-    c0 = tl.load(comb_ptr + row * 16 + k, mask=live, other=0.0)[:, None]
-    c1 = tl.load(comb_ptr + row * 16 + 4 + k, mask=live, other=0.0)[:, None]
-    c2 = tl.load(comb_ptr + row * 16 + 8 + k, mask=live, other=0.0)[:, None]
-    c3 = tl.load(comb_ptr + row * 16 + 12 + k, mask=live, other=0.0)[:, None]
-    return p * y + (c0 * h0 + c1 * h1 + (c2 * h2 + c3 * h3))
+    c0, c1 = _each(comb + 4 * k, INTERPRET), _each(comb + 16 + 4 * k, INTERPRET)
+    c2, c3 = _each(comb + 32 + 4 * k, INTERPRET), _each(comb + 48 + 4 * k, INTERPRET)
+    return _each(post + 4 * k, INTERPRET) * y + (c0 * h0 + c1 * h1 + (c2 * h2 + c3 * h3))
 
 
 @triton.jit
-def _pick(m, r, i: tl.constexpr):
-    return tl.sum(tl.where(r == i, m, 0.0))
+def _inverse(x, INTERPRET: tl.constexpr):
+    """1 / x to one unit in the last place."""
+    if INTERPRET:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _softmax4(a, b, c, d, eps):
+def _softmax4(a, b, c, d, eps, INTERPRET: tl.constexpr):
     peak = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - peak), tl.exp(b - peak), tl.exp(c - peak), tl.exp(d - peak)
-    total = (a + b) + (c + d)
-    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
+    unit = _inverse((a + b) + (c + d), INTERPRET)
+    return a * unit + eps, b * unit + eps, c * unit + eps, d * unit + eps
 
 
 @triton.jit
-def _balance4(a, b, c, d, eps):
+def _balance4(a, b, c, d, eps, INTERPRET: tl.constexpr):
     """Four numbers over their sum plus eps."""
-    unit = 1.0 / ((a + b) + (c + d) + eps)
+    unit = _inverse((a + b) + (c + d) + eps, INTERPRET)
     return a * unit, b * unit, c * unit, d * unit
+
+
+@triton.jit
+def _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, width, base, scale, ROWS: tl.constexpr, BLOCK_R, BLOCK_S):
+    """Row r of the product over the root mean square, times its scale, plus its base; to sums_ptr, for all threads."""
+    s = tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    at = part_ptr + (s[:, None] * T + t) * BLOCK_R + r[None, :]
+    m = tl.sum(tl.load(at, mask=(s < splits)[:, None], other=0.0), 0)  # [BLOCK_R]
+    squares = tl.sum(tl.where(r == ROWS, m, 0.0))
+    m = m * tl.rsqrt(squares / width + norm_eps) * scale + base
+    # memory hands each thread every row at once; taken out of registers, each row would cross shared memory by itself
+    tl.store(sums_ptr + r, m)
+    tl.debug_barrier()
+    return m
+
+
+@triton.jit
+def _logits4(sums_ptr, i: tl.constexpr, eps, INTERPRET: tl.constexpr):
+    a, b, c, d = _row(sums_ptr, i), _row(sums_ptr, i + 1), _row(sums_ptr, i + 2), _row(sums_ptr, i + 3)
+    return _softmax4(a, b, c, d, eps, INTERPRET)
+
+
+@triton.jit
+def _store4(ptr, a, b, c, d):
+    tl.store(ptr, a)
+    tl.store(ptr + 1, b)
+    tl.store(ptr + 2, c)
+    tl.store(ptr + 3, d)
+
+
+@triton.jit
+def _row(sums_ptr, i: tl.constexpr):
+    return tl.load(sums_ptr + i, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["T"])
 def mhc_read_kernel(
     streams_ptr,
     part_ptr,
+    sums_ptr,
     base_ptr,
     scale_ptr,
     norm_ptr,
@@ -172,17 +235,19 @@ def mhc_read_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Program (t, 0) reads and norms token t's input; (t, 1) makes the gates that the next boundary writes with."""
     t = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BLOCK_S)
+    part = tl.program_id(1)
     r = tl.arange(0, BLOCK_R)
     base = tl.load(base_ptr + r, mask=r < ROWS, other=0.0)
+    scale = tl.load(scale_ptr + tl.minimum(r // 4, 2), mask=r < ROWS, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    parts = tl.load(part_ptr + (s[:, None] * T + t) * BLOCK_R + r[None, :], mask=(s < splits)[:, None], other=0.0)
-    if tl.program_id(1) == 0:
+    sums_ptr += (t * 2 + part) * BLOCK_R
+    if part == 0:
         c = tl.arange(0, BLOCK_C)
         stream = streams_ptr + t * 4 * C + c
         h0 = tl.load(stream, mask=c < C, other=0.0)
@@ -190,52 +255,39 @@ def mhc_read_kernel(
         h2 = tl.load(stream + 2 * C, mask=c < C, other=0.0)
         h3 = tl.load(stream + 3 * C, mask=c < C, other=0.0)
         norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        m = tl.sum(parts, 0)  # [BLOCK_R]
-        m = m * tl.rsqrt(_pick(m, r, ROWS) / (4 * C) + norm_eps)
-        gate = 1.0 / (1.0 + tl.exp(-(m * tl.load(scale_ptr) + base))) + hc_eps
-        x = _pick(gate, r, 0) * h0.to(tl.float32) + _pick(gate, r, 1) * h1.to(tl.float32)
-        x += _pick(gate, r, 2) * h2.to(tl.float32) + _pick(gate, r, 3) * h3.to(tl.float32)
+        _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, 4 * C, base, scale, ROWS, BLOCK_R, BLOCK_S)
+        g0 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 0))) + hc_eps
+        g1 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 1))) + hc_eps
+        g2 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 2))) + hc_eps
+        g3 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 3))) + hc_eps
+        x = g0 * h0.to(tl.float32) + g1 * h1.to(tl.float32) + (g2 * h2.to(tl.float32) + g3 * h3.to(tl.float32))
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x) / C + norm_eps) * norm
         tl.store(x_ptr + t * C + c, x.to(x_ptr.dtype.element_ty), mask=c < C)
     elif ROWS == 24:
-        m = tl.sum(parts, 0)
-        m = m * tl.rsqrt(_pick(m, r, ROWS) / (4 * C) + norm_eps)
-        scale = tl.where(r < 8, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
-        m = m * scale + base
-        post = 2.0 / (1.0 + tl.exp(-m))
-        tl.store(post_ptr + t * 4 + r - 4, post, mask=(r >= 4) & (r < 8))
-        c00, c01, c02, c03 = _softmax4(_pick(m, r, 8), _pick(m, r, 9), _pick(m, r, 10), _pick(m, r, 11), hc_eps)
-        c10, c11, c12, c13 = _softmax4(_pick(m, r, 12), _pick(m, r, 13), _pick(m, r, 14), _pick(m, r, 15), hc_eps)
-        c20, c21, c22, c23 = _softmax4(_pick(m, r, 16), _pick(m, r, 17), _pick(m, r, 18), _pick(m, r, 19), hc_eps)
-        c30, c31, c32, c33 = _softmax4(_pick(m, r, 20), _pick(m, r, 21), _pick(m, r, 22), _pick(m, r, 23), hc_eps)
-        for step in range(iters):
-            if step > 0:
-                c00, c01, c02, c03 = _balance4(c00, c01, c02, c03, hc_eps)
-                c10, c11, c12, c13 = _balance4(c10, c11, c12, c13, hc_eps)
-                c20, c21, c22, c23 = _balance4(c20, c21, c22, c23, hc_eps)
-                c30, c31, c32, c33 = _balance4(c30, c31, c32, c33, hc_eps)
-            c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps)
-            c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps)
-            c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps)
-            c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps)
-        at = comb_ptr + t * 16
-        tl.store(at, c00)
-        tl.store(at + 1, c01)
-        tl.store(at + 2, c02)
-        tl.store(at + 3, c03)
-        tl.store(at + 4, c10)
-        tl.store(at + 5, c11)
-        tl.store(at + 6, c12)
-        tl.store(at + 7, c13)
-        tl.store(at + 8, c20)
-        tl.store(at + 9, c21)
-        tl.store(at + 10, c22)
-        tl.store(at + 11, c23)
-        tl.store(at + 12, c30)
-        tl.store(at + 13, c31)
-        tl.store(at + 14, c32)
-        tl.store(at + 15, c33)
+        m = _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, 4 * C, base, scale, ROWS, BLOCK_R, BLOCK_S)
+        tl.store(post_ptr + t * 4 + r - 4, 2.0 / (1.0 + tl.exp(-m)), mask=(r >= 4) & (r < 8))
+        c00, c01, c02, c03 = _logits4(sums_ptr, 8, hc_eps, INTERPRET)
+        c10, c11, c12, c13 = _logits4(sums_ptr, 12, hc_eps, INTERPRET)
+        c20, c21, c22, c23 = _logits4(sums_ptr, 16, hc_eps, INTERPRET)
+        c30, c31, c32, c33 = _logits4(sums_ptr, 20, hc_eps, INTERPRET)
+        c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
+        c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
+        c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
+        c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps, INTERPRET)
+        for _ in range(1, iters):
+            c00, c01, c02, c03 = _balance4(c00, c01, c02, c03, hc_eps, INTERPRET)
+            c10, c11, c12, c13 = _balance4(c10, c11, c12, c13, hc_eps, INTERPRET)
+            c20, c21, c22, c23 = _balance4(c20, c21, c22, c23, hc_eps, INTERPRET)
+            c30, c31, c32, c33 = _balance4(c30, c31, c32, c33, hc_eps, INTERPRET)
+            c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
+            c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
+            c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
+            c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps, INTERPRET)
+        _store4(comb_ptr + t * 16, c00, c01, c02, c03)
+        _store4(comb_ptr + t * 16 + 4, c10, c11, c12, c13)
+        _store4(comb_ptr + t * 16 + 8, c20, c21, c22, c23)
+        _store4(comb_ptr + t * 16 + 12, c30, c31, c32, c33)
 
 
 def launch(
@@ -264,6 +316,7 @@ def launch(
     splits = triton.cdiv(C, config.block_c)
     out = streams if y is None else torch.empty_like(streams)
     part = torch.empty(splits, T, block_r, dtype=torch.float32, device=streams.device)
+    sums = torch.empty(T, 2, block_r, dtype=torch.float32, device=streams.device)
     x = torch.empty(T, C, dtype=streams.dtype, device=streams.device)
     site = rows == SITE_ROWS
     new_post = torch.empty(T, 4, dtype=torch.float32, device=streams.device) if site else None
@@ -292,6 +345,7 @@ def launch(
     mhc_read_kernel[T, 2 if site else 1](
         out,
         part,
+        sums,
         base,
         scale,
         norm,
@@ -309,6 +363,7 @@ def launch(
         BLOCK_S=triton.next_power_of_2(splits),
         BLOCK_C=triton.next_power_of_2(C),
         PDL=config.pdl,
+        INTERPRET=not streams.is_cuda,
         num_warps=config.read_warps,
         **pdl,
     )

@@ -41,9 +41,9 @@ class Config:
 
 
 def plan(T: int, H: int, arch: int) -> Config:
-    """Few heads a program while that leaves processors idle. Pure; no sum depends on it."""
-    block_h = 4 if T * H <= 512 else 8
-    return Config(min(block_h, triton.next_power_of_2(H)), num_warps=8, pdl=arch >= 90)
+    """Pure; no sum depends on it. Four warps lie side by side over 512 channels, so that a pool over rows stays in a thread."""
+    # 8 or 16 heads would have the shape of the rows that are pooled, and the layout of one is bad for the other
+    return Config(min(4, triton.next_power_of_2(H)), num_warps=4, pdl=arch >= 90)
 
 
 def supports(
@@ -117,14 +117,16 @@ def _compress(
             peak = tl.full([D], float("-inf"), tl.float32)
             total = tl.zeros([D], tl.float32)
             x = tl.zeros([D], tl.float32)
-            for first in range(0, RING, 8):
-                row = first + tl.arange(0, 8)
+            # rows of ratio 128 come from far: more of them at once
+            ROWS: tl.constexpr = 8 if RING == 8 else 16
+            for first in range(0, RING, ROWS):
+                row = first + tl.arange(0, ROWS)
                 p = position - (RING - 1) + row
                 # ratio 4: the block before speaks through the first half of its channels
                 half = tl.where(row < RING // 2, 0, OWN) if RATIO == 4 else row * 0
                 at = (ring + (p + RING) % RING)[:, None] * WIDTH + half[:, None] + d[None, :]
                 known = ((p >= 0) & (p < position))[:, None]
-                kv = tl.load(state_kv_ptr + at, mask=known, other=0.0)  # [8, D]
+                kv = tl.load(state_kv_ptr + at, mask=known, other=0.0)  # [ROWS, D]
                 score = tl.load(state_score_ptr + at, mask=known, other=float("-inf"))
                 kv = tl.where((p == position)[:, None], own_kv, kv)
                 score = tl.where((p == position)[:, None], own_score, score)

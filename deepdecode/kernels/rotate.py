@@ -86,17 +86,33 @@ def row_scale(top):
 
 
 @triton.jit
-def hadamard(x, n: tl.constexpr):
-    """The normalised Walsh-Hadamard transform of x [at least 16, n], float32. x is of 16 bits where there are tensor cores.
+def _pairs(x, N: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Sum and difference of the two values that one bit of the column tells apart; LOW columns lie between them."""
+    x = tl.permute(tl.reshape(x, [N, HIGH, 2, LOW]), (0, 1, 3, 2))
+    a, b = tl.split(x)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), [N, HIGH * 2 * LOW])
 
-    Signs are the parity of the bits that row and column share. +-1 times x is exact, and summed in float32.
+
+@triton.jit
+def hadamard(x, n: tl.constexpr):
+    """The normalised Walsh-Hadamard transform of x [16, n], n from 16 to 128; float32. x is of 16 bits on tensor cores.
+
+    Four bits of the column by a product with 16 x 16 signs, exact but for the float32 sum; the others by sums and differences.
     """
-    i = tl.arange(0, n)
-    v = i[:, None] & i[None, :]
-    v = v ^ (v >> 4)
-    # the parity of each four bits, as a table of 16
-    parity = (0x6996 >> (v & 15)) & 1
-    return tl.dot(x, (1.0 - 2.0 * parity).to(x.dtype), input_precision="ieee") * (n**-0.5)
+    LOW: tl.constexpr = n // 16
+    i = tl.arange(0, 16)
+    # the parity of the four bits that row and column share, from a table
+    signs = (1.0 - 2.0 * ((0x6996 >> (i[:, None] & i[None, :])) & 1)).to(x.dtype)
+    x = tl.reshape(tl.permute(tl.reshape(x, [16, 16, LOW]), (0, 2, 1)), [16 * LOW, 16])
+    y = tl.dot(x, signs, input_precision="ieee")
+    y = tl.reshape(tl.permute(tl.reshape(y, [16, LOW, 16]), (0, 2, 1)), [16, n])
+    if LOW >= 2:
+        y = _pairs(y, 16, n // 2, 1)
+    if LOW >= 4:
+        y = _pairs(y, 16, n // 4, 2)
+    if LOW >= 8:
+        y = _pairs(y, 16, n // 8, 4)
+    return y * (n**-0.5)
 
 
 @triton.jit

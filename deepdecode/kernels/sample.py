@@ -1,8 +1,8 @@
 """The next token of each row in one launch: greedy rows read their logits once, others as often as their nucleus needs.
 
-One program a row, so nothing outside a row can change it. Probabilities are float32, their sums float64; the random number is
-`ops.sample.uniform_ref`'s to the bit. Beside the float64 reference, a token differs only where the random number, or top_p,
-falls within float32's rounding of a boundary between two tokens.
+One program a row, so nothing outside a row can change it. Probabilities and their sums over a block are float32, sums over
+blocks float64; the random number is `ops.sample.uniform_ref`'s to the bit. Beside the float64 reference, a token differs only
+where the random number, or top_p, falls within float32's rounding of a boundary between two tokens.
 """
 
 import torch
@@ -36,7 +36,7 @@ def _weights(logits, peak, unit):
     return tl.where(below, tl.exp(tl.where(below, logits - peak, 0.0) * unit), tl.where(logits == peak, 1.0, 0.0))
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def sample_kernel(
     logits_ptr,
     temperature_ptr,
@@ -72,12 +72,11 @@ def sample_kernel(
         top = tl.max(best, 0)
         peak = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         unit = (1.0 / temperature).to(tl.float32)
-        sums = tl.zeros([BLOCK], tl.float64)
+        total = tl.zeros([], tl.float64)
         for first in range(0, V, BLOCK):
             i = first + lane
             x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
-            sums += _weights(x, peak, unit).to(tl.float64)
-        total = tl.sum(sums, 0)
+            total += tl.sum(_weights(x, peak, unit), 0).to(tl.float64)
         top_p = tl.load(top_p_ptr + t).to(tl.float64)
         # the nucleus: all above `bar`, and of those equal to it the `equals` of the lowest ids
         bar = tl.full([], -0x7FFFFFFF, tl.int32)
@@ -90,12 +89,12 @@ def sample_kernel(
             above = tl.zeros([], tl.float64)
             while high - low > 1:
                 middle = (low + high) >> 1
-                sums = tl.zeros([BLOCK], tl.float64)
+                some = tl.zeros([], tl.float64)
                 for first in range(0, V, BLOCK):
                     i = first + lane
                     x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
-                    sums += tl.where(_order(x).to(tl.int64) > middle, _weights(x, peak, unit), 0.0).to(tl.float64)
-                some = tl.sum(sums, 0)
+                    more = tl.where(_order(x) > middle.to(tl.int32), _weights(x, peak, unit), 0.0)
+                    some += tl.sum(more, 0).to(tl.float64)
                 less = some < goal
                 above = tl.where(less, some, above)
                 high = tl.where(less, middle, high)
@@ -117,14 +116,20 @@ def sample_kernel(
             i = first + lane
             x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
             order = _order(x)
-            same = (order == bar).to(tl.int64)
-            kept = (order > bar) | ((same == 1) & (seen + tl.cumsum(same, 0) <= equals))
-            weight = tl.where(kept & (i < V), _weights(x, peak, unit), 0.0).to(tl.float64)
-            cumulated = passed + tl.cumsum(weight, 0)
-            hit = tl.min(tl.where((cumulated > goal) & (weight > 0), i, 0x7FFFFFFF), 0)
-            found = tl.minimum(found, hit)
-            passed += tl.sum(weight, 0)
-            seen += tl.sum(same, 0)
+            same = (order == bar).to(tl.int32)
+            weight = tl.where(i < V, _weights(x, peak, unit), 0.0)
+            count = tl.sum(same, 0).to(tl.int64)
+            kept = order > bar
+            if seen < equals:
+                # this block's first ones of those equal to the bar
+                kept = kept | ((same == 1) & (tl.cumsum(same, 0) <= (equals - seen)))
+            weight = tl.where(kept, weight, 0.0)
+            some = tl.sum(weight, 0).to(tl.float64)
+            if (passed <= goal) & (passed + some > goal):
+                below = tl.cumsum(weight, 0).to(tl.float64) + passed
+                found = tl.min(tl.where((below > goal) & (weight > 0), i, 0x7FFFFFFF), 0)
+            passed += some
+            seen += count
         # where rounding leaves none, the largest
         token = tl.where(found < V, found, token)
     tl.store(out_ptr + t, token.to(tl.int64))
@@ -142,9 +147,10 @@ def launch(
     T, V = logits.shape
     out = torch.empty(T, dtype=torch.int64, device=logits.device)
     pdl = arch >= 90
-    block = min(4096, triton.next_power_of_2(V))
+    # all of a thread's loads of a block are under way at once
+    block = min(16384, triton.next_power_of_2(V))
     sample_kernel[T,](
         logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), BLOCK=block, PDL=pdl,
-        num_warps=max(1, min(16, block // 256)), **({"launch_pdl": True} if pdl else {}),
+        num_warps=max(1, min(16, block // 512)), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

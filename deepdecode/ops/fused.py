@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepdecode.config import ModelConfig
-from deepdecode.ops import reference
+from deepdecode.ops import launches, reference
 from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel, wide
 from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.linear import grouped_linear, linear
@@ -49,8 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from deepdecode.kernels import norm as kernel
 
         if _runs("rms_norm", x, f"x {list(x.shape)}", kernel.supports(x.shape[1], _dtype(x))):
-            with torch.cuda.device(x.device):
-                return kernel.launch(x, weight, eps, arch(x))
+            return launches.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -67,7 +66,8 @@ def mhc_boundary(
     if use_kernel(streams) and len(streams):
         done = _boundary("mhc_boundary", y, streams, post, comb, site, norm, config)
         if done is not None:
-            return done
+            x, new_post, new_comb, *new = done
+            return new[0] if new else streams, x, new_post, new_comb
     return reference.mhc_boundary(y, streams, post, comb, site, norm, config)
 
 
@@ -90,11 +90,9 @@ def _boundary(
         reason = "every tensor must be contiguous"
     if not _runs(op, streams, f"streams {list(streams.shape)}", reason):
         return None
-    with torch.cuda.device(streams.device):
-        return kernel.launch(
-            y, streams, post, comb, site.fn, site.base, site.scale, norm, norm_eps=config.norm_eps, hc_eps=config.hc_eps,
-            iters=config.hc_iters, config=kernel.plan(C, arch(streams)),
-        )  # fmt: skip
+    return launches.mhc_boundary(
+        y, streams, post, comb, site.fn, site.base, site.scale, norm, config.norm_eps, config.hc_eps, config.hc_iters
+    )
 
 
 def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
@@ -138,41 +136,50 @@ def attn_prepare(
     if use_kernel(q) and len(q) and not step.prefill:
         from deepdecode.kernels import prepare as kernel
 
-        T, H, D = q.shape
+        T, _, D = q.shape
         index = None if index_q is None else (index_q.shape[1], index_q.shape[2])
         state = "float32" if cache.state is None else _dtype(cache.state.kv)
         index_fmt = cache.index_keys.fmt if cache.index_keys else None
         reason = kernel.supports(T, D, 2 * len(freqs), _dtype(q), cache.window.fmt, index, index_fmt, state)
+        if cache.compressed is not None and cache.compressed.fmt != cache.window.fmt:
+            reason = f"window and compressed rows must have one format, got {cache.window.fmt} and {cache.compressed.fmt}"
         if _runs("attn_prepare", q, f"q {list(q.shape)}, {cache.window.fmt} rows", reason):
-            with torch.cuda.device(q.device):
-                args = _prepare_args(index_q, inputs, weights, cache, step, ratio)
-                q, index_q, index_weights = kernel.launch(
-                    q, inputs.kv, weights.kv_norm, cache.window, step.window_write, step.positions, step.slots, freqs, *args,
-                    ratio=ratio, num_slots=step.block_tables.shape[0], norm_eps=config.norm_eps,
-                    config=kernel.plan(T, H, arch(q)),
-                )  # fmt: skip
-            return AttnReady(q, index_q, index_weights, cache.window)
+            return _prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
     if use_kernel(q):
         parts: dict[str, Any] = {name: None if t is None else t.contiguous() for name, t in vars(inputs).items()}
         inputs = AttnInputs(**parts)
     return reference.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
 
 
-def _prepare_args(
-    index_q: Tensor | None, inputs: AttnInputs, weights: AttnWeights, cache: LayerCache, step: Step, ratio: int
-) -> tuple[Any, ...]:
-    """Both compressors, where entries go, and the indexer's query; None where the layer has none."""
-    from deepdecode.kernels.prepare import Compressor
+def _prepare(
+    q: Tensor,
+    index_q: Tensor | None,
+    inputs: AttnInputs,
+    weights: AttnWeights,
+    cache: LayerCache,
+    step: Step,
+    freqs: Tensor,
+    config: ModelConfig,
+    ratio: int,
+) -> AttnReady:
+    caches = [rows for rows in (cache.window, cache.compressed, cache.index_keys) if rows is not None]
+    data = [rows.data for rows in caches] + [None] * (3 - len(caches))
+    pages = [rows.page_size for rows in caches]
 
-    def side(name: str, kv: Any, gate: Any, own: Any, state: Any, rows: Any) -> Compressor | None:
-        if own is None:
-            return None
-        assert kv.stride() == gate.stride(), f"{name}: both products come from one"
-        return Compressor(kv, gate, own.ape, own.norm, state.kv, state.score, rows)
+    def pair(of: Any, *names: str) -> list[Any]:
+        return [None if of is None else getattr(of, name) for name in names]
 
-    comp = side("compressor", inputs.comp_kv, inputs.comp_gate, weights.compressor, cache.state, cache.compressed)
-    index = side("indexer", inputs.index_kv, inputs.index_gate, weights.index_compressor, cache.index_state, cache.index_keys)
-    return comp, index, step.entry_write.get(ratio), index_q, inputs.index_weights
+    ready, *index = launches.attn_prepare(
+        q, index_q, inputs.index_weights, inputs.kv, weights.kv_norm,
+        inputs.comp_kv, inputs.comp_gate, *pair(weights.compressor, "ape", "norm"),
+        inputs.index_kv, inputs.index_gate, *pair(weights.index_compressor, "ape", "norm"),
+        *data, *pair(cache.state, "kv", "score"), *pair(cache.index_state, "kv", "score"),
+        step.window_write, step.entry_write.get(ratio), step.positions, step.slots, freqs,
+        cache.window.fmt, "" if cache.index_keys is None else cache.index_keys.fmt, pages,
+        ratio, step.block_tables.shape[0], config.norm_eps,
+    )  # fmt: skip
+    index_q, index_weights = index if index else (None, None)
+    return AttnReady(ready, index_q, index_weights, cache.window)
 
 
 def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
@@ -182,8 +189,7 @@ def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) 
 
         T = len(o)
         if _runs("attn_out", o, f"o {list(o.shape)}", kernel.supports(T, o.shape[2], 2 * len(freqs), _dtype(o))):
-            with torch.cuda.device(o.device):
-                o = kernel.launch(o, positions, freqs, inverse=True, arch=arch(o))
+            o = launches.rope_back(o, positions, freqs)
             per_group = weights.wo_a.shape[-1]
             return linear(grouped_linear(o.view(T, -1, per_group), weights.wo_a).view(T, -1), weights.wo_b)
     return reference.attn_out(o, positions, freqs, weights)
@@ -197,11 +203,8 @@ def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -
         E, C = weights.gate.shape
         reason = kernel.supports(len(x), C, E, config.experts_per_token, _dtype(x), _dtype(weights.gate))
         if _runs("route", x, f"x {list(x.shape)}, {E} experts", reason):
-            with torch.cuda.device(x.device):
-                return kernel.launch(
-                    x, weights.gate, weights.bias, weights.tid2eid, tokens, config.experts_per_token, config.routed_scale,
-                    kernel.plan(arch(x)),
-                )  # fmt: skip
+            top_k = config.experts_per_token
+            return launches.route(x, weights.gate, weights.bias, weights.tid2eid, tokens, top_k, config.routed_scale)
     return reference.route(x, tokens, weights, config)
 
 
@@ -212,7 +215,7 @@ def head(
     if use_kernel(streams) and len(streams):
         done = _boundary("head", y, streams, post, comb, weights.hc, weights.norm, config)
         if done is not None:
-            return linear(done[1], weights.head, out_dtype=torch.float32)
+            return linear(done[0], weights.head, out_dtype=torch.float32)
     return reference.head(y, streams, post, comb, weights, config)
 
 
@@ -222,8 +225,7 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, po
         from deepdecode.kernels import sample as kernel
 
         if _runs("sample", logits, f"logits {list(logits.shape)}", kernel.supports(_dtype(logits))):
-            with torch.cuda.device(logits.device):
-                return kernel.launch(logits, temperature, top_p, seeds, positions, arch(logits))
+            return launches.sample(logits, temperature, top_p, seeds, positions)
     return reference.sample(logits, temperature, top_p, seeds, positions)
 
 
