@@ -46,6 +46,7 @@ def sample_kernel(
     out_ptr,
     V,
     stride_t,
+    LARGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -54,11 +55,11 @@ def sample_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = logits_ptr + t * stride_t
-    lane = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], -0x7FFFFFFF, tl.int32)
-    where = lane
-    for first in range(0, V, BLOCK):
-        i = first + lane
+    wide = tl.arange(0, LARGE)
+    best = tl.full([LARGE], -0x7FFFFFFF, tl.int32)
+    where = wide
+    for first in range(0, V, LARGE):
+        i = first + wide
         order = _order(tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32))
         # later ones must be larger to win
         better = (order > best) & (i < V)
@@ -69,6 +70,7 @@ def sample_kernel(
     token = tl.minimum(token, V - 1)
     temperature = tl.load(temperature_ptr + t).to(tl.float64)
     if temperature != 0:
+        lane = tl.arange(0, BLOCK)
         top = tl.max(best, 0)
         peak = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         unit = (1.0 / temperature).to(tl.float32)
@@ -147,10 +149,10 @@ def launch(
     T, V = logits.shape
     out = torch.empty(T, dtype=torch.int64, device=logits.device)
     pdl = arch >= 90
-    # all of a thread's loads of a block are under way at once
-    block = min(16384, triton.next_power_of_2(V))
+    # all of a thread's loads of a block are under way at once; twice as many, and sm_120's compiler spills
+    large = min(16384 if arch < 120 else 8192, triton.next_power_of_2(V))
     sample_kernel[T,](
-        logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), BLOCK=block, PDL=pdl,
-        num_warps=max(1, min(16, block // 512)), **({"launch_pdl": True} if pdl else {}),
+        logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), LARGE=large, BLOCK=min(8192, large),
+        PDL=pdl, num_warps=max(1, min(16, large // 256)), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
