@@ -335,3 +335,17 @@ def test_rejects_bad_arguments(changes, message):
     index_topk(**args)
     with pytest.raises(ValueError, match=f"index_topk: {message}"):
         index_topk(**args | changes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own deprecations
+def test_is_an_op_that_torch_can_trace():
+    keys, zeros, lens = cache(3, 16, "fp8_132"), ints(0, 0), ints(48, 30)
+    (q, w), table = query(2, 4), ints(2, 0, 1)[None]
+    torch.library.opcheck(torch.ops.deepdecode.index_topk.default, (q, w, keys.data, 16, "fp8_132", table, zeros, lens, 11))
+
+    def step(q):
+        indices, lengths = index_topk(q * 2, w, keys, table, zeros, lens, 11)
+        return indices + 1, lengths
+
+    for got, want in zip(torch.compile(step, fullgraph=True, backend="aot_eager")(q), step(q), strict=True):
+        assert same_bits(got, want)

@@ -34,17 +34,16 @@ def corners(fmt: str) -> dict[str, IndexInputs]:
     return index_corners(fmt=fmt)
 
 
-def config(inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32, chunk: int = 64) -> Config:
+def config(inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32, chunk: int = 64, coarse: int = 1) -> Config:
     widen = "f16" if inputs.keys.fmt == "fp8_132" else "none"
     return Config(
-        kernel="mma", block_n=block_n, group=group, splits=splits, num_warps=4, num_stages=3, select_warps=4,
+        kernel="mma", block_n=block_n, group=group, coarse=coarse, splits=splits, num_warps=4, num_stages=3, select_warps=4,
         select_chunk=chunk, align=4, widen=widen, pdl=False,
     )  # fmt: skip
 
 
 def run(inputs: IndexInputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    q, weights, keys, tables, slots, lens, topk = inputs.args()
-    return kernel.launch(q, weights, keys, tables, slots, lens, topk, config)
+    return kernel.launch(*inputs.args(), config)
 
 
 def check(inputs: IndexInputs, config: Config) -> None:
@@ -65,12 +64,15 @@ def test_interpreted_matches_reference(fmt, name, group):
     check(inputs, config(inputs, group))
 
 
-@pytest.mark.parametrize(("group", "block_n"), [(0, 64), (8, 64), (16, 16), (32, 32)])
+@pytest.mark.parametrize(
+    ("group", "coarse", "block_n"), [(0, 1, 64), (8, 1, 64), (16, 1, 16), (32, 1, 32), (8, 2, 16), (8, 4, 64)]
+)
 @pytest.mark.parametrize("splits", [1, 2, 50])
-def test_any_cut(group, block_n, splits):
-    """One program and more programs than tiles; groups of every size."""
-    inputs = exact_inputs(2, 3, 40, 16, 15)
-    check(inputs, config(inputs, group, splits, block_n))
+def test_any_cut(group, coarse, block_n, splits):
+    """One program and more programs than tiles; groups and coarse groups of every size."""
+    for values in (1, 8):
+        inputs = exact_inputs(2, 3, 40, 16, 15, values=values)
+        check(inputs, config(inputs, group, splits, block_n, coarse=coarse))
 
 
 def test_scores_of_real_numbers():
@@ -85,7 +87,8 @@ def test_random_corners(data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     sizes = draw(1, 4), draw(1, 3), draw(1, 9), draw(1, 20), draw(1, 40)
     inputs = exact_inputs(*sizes, values=draw(1, 3), seed=draw(0, 1 << 20))
-    check(inputs, config(inputs, data.draw(st.sampled_from([0, 8, 16])), draw(1, 4)))
+    coarse = data.draw(st.sampled_from([1, 2, 4]))
+    check(inputs, config(inputs, data.draw(st.sampled_from([0, 8, 16])), draw(1, 4), coarse=coarse))
 
 
 def test_every_rank_of_a_float():
@@ -151,10 +154,16 @@ def test_plan_fits_the_selection(card, topk, entries):
         case = Case(T, 64, entries, topk)
         assert supports(case, card) is None
         found = plan(case, card)
-        groups, lanes = select_blocks(case, found.group)
-        assert groups * max(1, found.group) >= entries or lanes >= entries
+        coarse, groups, lanes = select_blocks(case, found.group, found.coarse)
+        if not found.group:
+            assert lanes >= entries
+        elif found.coarse == 1:
+            assert groups * found.group >= entries
+        else:
+            assert coarse * found.coarse * found.group >= entries
+            assert groups >= topk * found.coarse
         assert lanes >= min(entries, topk * max(1, found.group))
-        assert max(groups, lanes) <= 32768
+        assert max(coarse, groups, lanes) <= 32768
         # a program has a tile at least
         assert 1 <= found.splits <= max(1, -(-entries // found.block_n))
         assert found.widen == ("bits" if card.arch < 89 else "f16")
@@ -178,7 +187,8 @@ def test_plan_fills_the_card():
         ({"width": 64}, "keys of 64, not 128"),
         ({"align": 2}, "pages that do not start on multiples of 4 bytes"),
         ({"topk": 4096}, "top 4096 of 262144 entries"),
-        ({"entries": 1 << 20}, "top 512 of 1048576 entries"),
+        ({"entries": 1 << 21}, "top 512 of 2097152 entries"),
+        ({"entries": 0}, "top 512 of 0 entries"),
     ],
 )
 def test_says_what_no_kernel_covers(changes, reason):
@@ -193,4 +203,4 @@ def test_case_of_reads_the_alignment():
 
 
 def test_workspace_bytes_are_what_a_launch_takes():
-    assert indexer_plan.workspace_ints(FLASH, plan(FLASH, find_card("H200"))) == 262144 + 262144 // 16 + 512
+    assert indexer_plan.workspace_ints(FLASH, plan(FLASH, find_card("H200"))) == 262144 + 262144 // 8 + 2 * 512

@@ -10,11 +10,24 @@ visible is the smallest int32, which no score is. The selection searches the bar
 A token that sees no more entries than topk is not scored: the launch does not know, the program finds out from the length.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from deepdecode.kernels.indexer_plan import WORKSPACE_BYTES, Case, Config, row_stride, select_blocks, workspace_ints
+from deepdecode.kernels.attention_plan import card_of
+from deepdecode.kernels.indexer_plan import (
+    WORKSPACE_BYTES,
+    Case,
+    Config,
+    case_of,
+    plan,
+    row_stride,
+    select_blocks,
+    supports,
+    workspace_ints,
+)
 from deepdecode.ops.rows import PagedRows
 
 HIDDEN = tl.constexpr(-(2**31))
@@ -190,6 +203,17 @@ def _bar(rank, low, high, at_low, topk):
 
 
 @triton.jit
+def _start(rank, low, high, sifted):
+    """Where the search for the bar begins: between the bar and the top of what stands for these lanes, or over all of them."""
+    if sifted:
+        # whatever passed holds a rank of the bar or more, so topk lanes do
+        at_low = tl.sum((rank >= low).to(tl.int32), 0)
+    else:
+        low, high, at_low = _spread(rank)
+    return low, high, at_low
+
+
+@triton.jit
 def _places(rank, bar, spare, before):
     """Which lanes are chosen, and where they go; `before` carries both counts from one chunk of lanes to the next."""
     above = rank > bar
@@ -202,15 +226,27 @@ def _places(rank, bar, spare, before):
 
 
 @triton.jit
-def _entry(lane, lanes, passed_ptr, grouped, GROUP: tl.constexpr):
-    """The entry of each lane: the lane itself, or its place in the group that passed."""
-    entry = lane
-    if GROUP:
-        group = lane // GROUP
-        if grouped:
-            group = tl.load(passed_ptr + group, mask=lane < lanes, other=0)
-        entry = group * GROUP + lane % GROUP
-    return entry
+def _sift(rank, label, low, high, sifted, topk, passed_ptr):
+    """Write the labels of the topk best lanes, in order. Gives their bar, the top, and how many they are."""
+    low, high, at_low = _start(rank, low, high, sifted)
+    bar, spare = _bar(rank, low, high, at_low, topk)
+    passes, place, count = _places(rank, bar, spare, 0)
+    tl.store(passed_ptr + place, label, mask=passes)
+    # other threads of this program read them
+    tl.debug_barrier()
+    return bar, high, (count >> 16) + tl.minimum(count & 0xFFFF, spare)
+
+
+@triton.jit
+def _inside(lane, lanes, passed_ptr, sifted, SIZE: tl.constexpr):
+    """What each lane stands for: SIZE places of each label that passed, or the lane itself where nothing was sifted."""
+    at = lane
+    if SIZE:
+        label = lane // SIZE
+        if sifted:
+            label = tl.load(passed_ptr + label, mask=lane < lanes, other=0)
+        at = label * SIZE + lane % SIZE
+    return at
 
 
 @triton.jit(do_not_specialize=["table_rows", "table_pages", "rank_stride", "best_stride", "topk"])
@@ -230,6 +266,8 @@ def indexer_topk_kernel(
     topk,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
+    COARSE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -245,49 +283,45 @@ def indexer_topk_kernel(
     table_ptr = tables_ptr + tl.where(known, slot, 0).to(tl.int64) * table_pages
     ranks_ptr += t * rank_stride
     bests_ptr += t * best_stride
-    passed_ptr += t * topk
+    passed_ptr += t * 2 * topk
     indices_ptr += t * topk
     if PDL:
         tl.extra.cuda.gdc_wait()
     lanes = length
-    grouped = False
+    sifted = False
     low, high = HIDDEN + 1, HIDDEN + 2
     if GROUP:
         groups = tl.cdiv(length, GROUP)
-        grouped = groups > topk
-        if grouped:
-            CHUNK_G: tl.constexpr = min(CHUNK, BLOCK_G)
-            group = tl.arange(0, BLOCK_G)
-            best = tl.load(bests_ptr + group, mask=group < groups, other=HIDDEN)
-            low, high, at_low = _spread(best)
-            low, spare = _bar(best, low, high, at_low, topk)
-            count = 0
-            for start in range(0, BLOCK_G, CHUNK_G):
-                if BLOCK_G > CHUNK:
-                    some = start + tl.arange(0, CHUNK_G)
-                    best_of = tl.load(bests_ptr + some, mask=some < groups, other=HIDDEN)
-                else:
-                    some, best_of = group, best
-                passes, place, count = _places(best_of, low, spare, count)
-                tl.store(passed_ptr + place, some, mask=passes)
-            lanes = ((count >> 16) + tl.minimum(count & 0xFFFF, spare)) * GROUP
-            # other threads of this program read what was stored
-            tl.debug_barrier()
+        if groups > topk:
+            lanes = groups
+            if COARSE > 1:  # noqa: SIM102 (the compiler folds this one)
+                if tl.cdiv(groups, COARSE) > topk:
+                    coarse = tl.arange(0, BLOCK_C)
+                    best = tl.full([BLOCK_C], HIDDEN, tl.int32)
+                    # one at a time: a tile of them all would not fit the registers
+                    for i in tl.static_range(COARSE):
+                        at = coarse * COARSE + i
+                        best = tl.maximum(best, tl.load(bests_ptr + at, mask=at < groups, other=HIDDEN))
+                    low, high, lanes = _sift(best, coarse, low, high, sifted, topk, passed_ptr)
+                    lanes *= COARSE
+                    sifted = True
+            group = _inside(tl.arange(0, BLOCK_G), lanes, passed_ptr, sifted, COARSE if COARSE > 1 else 0)
+            inside = (tl.arange(0, BLOCK_G) < lanes) & (group < groups)
+            best = tl.load(bests_ptr + group, mask=inside, other=HIDDEN)
+            low, high, lanes = _sift(best, group, low, high, sifted, topk, passed_ptr + topk)
+            lanes *= GROUP
+            sifted = True
     lane = tl.arange(0, BLOCK_N)
-    entry = _entry(lane, lanes, passed_ptr, grouped, GROUP)
+    entry = _inside(lane, lanes, passed_ptr + topk, sifted, GROUP)
     rank = tl.load(ranks_ptr + entry, mask=(lane < lanes) & (entry < length), other=HIDDEN)
-    if grouped:
-        # the best of each group that passed is an entry, so topk entries hold the groups' bar or more
-        at_low = tl.sum((rank >= low).to(tl.int32), 0)
-    else:
-        low, high, at_low = _spread(rank)
+    low, high, at_low = _start(rank, low, high, sifted)
     bar, spare = _bar(rank, low, high, at_low, topk)
     count = 0
     CHUNK_N: tl.constexpr = min(CHUNK, BLOCK_N)
     for start in range(0, BLOCK_N, CHUNK_N):
         if BLOCK_N > CHUNK:
             some = start + tl.arange(0, CHUNK_N)
-            at = _entry(some, lanes, passed_ptr, grouped, GROUP)
+            at = _inside(some, lanes, passed_ptr + topk, sifted, GROUP)
             rank_at = tl.load(ranks_ptr + at, mask=(some < lanes) & (at < length), other=HIDDEN)
         else:
             at, rank_at = entry, rank
@@ -298,6 +332,36 @@ def indexer_topk_kernel(
     k = tl.arange(0, BLOCK_K)
     tl.store(indices_ptr + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= found) & (k < topk))
     tl.store(found_ptr + t, found)
+
+
+@cache
+def gluon_ready() -> bool:
+    """Whether this Triton has the Gluon of the Hopper kernel (3.6 on); without it Hopper runs what every arch runs."""
+    try:
+        from deepdecode.kernels import indexer_sm90  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def choose(
+    index_q: torch.Tensor,
+    index_weights: torch.Tensor,
+    keys: PagedRows,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """What `index_topk` gives; or the reason why no kernel can, having done nothing. T > 0."""
+    args = (index_q, index_weights, keys, block_tables, slots, lens, topk)
+    case, card = case_of(*args, gluon=gluon_ready()), card_of(index_q.device)
+    reason = supports(case, card)
+    if reason:
+        return reason
+    # Triton launches on the current device
+    with torch.cuda.device(index_q.device):
+        return launch(*args, plan(case, card))
 
 
 def launch(
@@ -407,7 +471,7 @@ def select(
     case = Case(len(slots), 0, pages * keys.page_size, topk, keys.page_size, keys.fmt)
     ranks, bests, passed = _parts(workspace, case, config)
     stride = row_stride(case, config.block_n)
-    block_g, block_n = select_blocks(case, config.group)
+    block_c, block_g, block_n = select_blocks(case, config.group, config.coarse)
     indexer_topk_kernel[(case.T,)](
         ranks,
         bests,
@@ -424,6 +488,8 @@ def select(
         topk,
         PAGE=keys.page_size,
         GROUP=config.group,
+        COARSE=config.coarse,
+        BLOCK_C=block_c,
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(topk),
@@ -448,7 +514,7 @@ def compile_args(
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in kinds.items()}
     sizes = ("heads", "cache_pages", "table_rows", "table_pages", "rank_stride", "best_stride", "splits", "topk")
     types |= dict.fromkeys(sizes, "i32") | {"page_stride": "i32:16" if config.align == 16 else "i32"}
-    block_g, block_n = select_blocks(case, config.group)
+    block_c, block_g, block_n = select_blocks(case, config.group, config.coarse)
     block_h = max(16, triton.next_power_of_2(case.heads))
     both = {"PAGE": case.page_size, "GROUP": config.group, "PDL": config.pdl}
     score = {"BLOCK_N": config.block_n, "BLOCK_H": block_h}
@@ -458,7 +524,7 @@ def compile_args(
     else:
         score |= {"FP8": case.fmt == "fp8_132", "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages}
         score["PADDED"] = block_h != case.heads
-    select = {"BLOCK_G": block_g, "BLOCK_N": block_n, "CHUNK": config.select_chunk}
+    select = {"COARSE": config.coarse, "BLOCK_C": block_c, "BLOCK_G": block_g, "BLOCK_N": block_n, "CHUNK": config.select_chunk}
     select["BLOCK_K"] = triton.next_power_of_2(case.topk)
 
     def only(kernel: triton.JITFunction) -> dict[str, str]:

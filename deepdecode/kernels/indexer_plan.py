@@ -2,7 +2,8 @@
 
 Two kernels. The first scores tiles of keys, split over programs, and keeps the best of each group of entries. The second,
 one program a token, finds the bar among the groups' bests, then among the entries of the groups that pass: the topk best
-entries stand in the topk best groups, so it reads a number of scores that does not depend on what they are.
+entries stand in the topk best groups, so it reads a number of scores that does not depend on what they are. Where groups are
+many, coarse groups of groups are sifted before them in the same way.
 """
 
 import math
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 # bytes of one key, scale included
 KEY_BYTES = {"fp8_132": 132, "bf16": 256}
-# what the selection holds in registers: bests of groups, and entries of chosen groups
-MAX_GROUPS, MAX_ENTRIES = 16384, 32768
+# lanes that the selection holds in registers: coarse groups or groups where it starts, those sifted once, entries; and the
+# bests of all groups, which it sees once
+MAX_FIRST, MAX_GROUPS, MAX_ENTRIES, MAX_BESTS = 4096, 8192, 32768, 32768
 # keys of a tile, and programs on each SM: registers of 64 heads leave room for four
 BLOCK_N, PER_SM = 64, 4
 # scores and bests of a call; a call of more tokens goes piece by piece
@@ -49,7 +51,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Config:
-    """kernel: "wgmma" (Hopper) or "mma". group 0: one pass over all entries.
+    """kernel: "wgmma" (Hopper) or "mma". group: entries of a group; 0: one pass over all of them. coarse: groups of a
+    coarse group; 1: none.
 
     select_chunk: lanes that the selection writes at a time.
     widen: how E4M3 becomes float16: "f16" by the card's own conversion, "bits" by integer arithmetic; "none" does not.
@@ -58,6 +61,7 @@ class Config:
     kernel: str
     block_n: int
     group: int
+    coarse: int
     splits: int
     num_warps: int
     num_stages: int
@@ -113,26 +117,28 @@ def supports(case: Case, card: Card) -> str | None:
         return f"{case.heads} heads, not 1 to 128"
     if case.align < 4:
         return "pages that do not start on multiples of 4 bytes"
-    if _group(case) is None:
+    if case.entries < 1 or _groups(case) is None:
         return f"top {case.topk} of {case.entries} entries"
     return None
 
 
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
-    group = _group(case)
-    assert group is not None
+    found = _groups(case)
+    assert found is not None
+    group, coarse = found
     hopper = card.arch == 90 and case.gluon and case.fmt == "fp8_132" and case.align == 16
     tiles = max(1, math.ceil(case.entries / BLOCK_N))
-    lanes = max(select_blocks(case, group))
+    lanes = max(select_blocks(case, group, coarse))
     return Config(
         kernel="wgmma" if hopper else "mma",
         block_n=BLOCK_N,
         group=group,
+        coarse=coarse,
         splits=max(1, min(tiles, PER_SM * card.sms // max(1, case.T))),
         num_warps=4,
         num_stages=1,
-        select_warps=4 if lanes <= 4096 else 8,
+        select_warps=4 if lanes <= 4096 and coarse == 1 else 8,
         # more than 32 lanes a thread would spill
         select_chunk=4096,
         align=min(case.align, 16),
@@ -141,11 +147,17 @@ def plan(case: Case, card: Card) -> Config:
     )
 
 
-def select_blocks(case: Case, group: int) -> tuple[int, int]:
-    """Lanes of the selection's two passes: bests of groups, then entries."""
+def select_blocks(case: Case, group: int, coarse: int) -> tuple[int, int, int]:
+    """Lanes of the selection's passes: bests of coarse groups, bests of groups, entries."""
     if not group:
-        return 1, _power(case.entries)
-    return _power(-(-case.entries // group)), _power(case.topk) * group
+        return 1, 1, _power(case.entries)
+    groups = math.ceil(case.entries / group)
+    entries = _power(case.topk) * group
+    return (
+        (1, _power(groups), entries)
+        if coarse == 1
+        else (_power(math.ceil(groups / coarse)), _power(case.topk) * coarse, entries)
+    )
 
 
 def row_stride(case: Case, block_n: int) -> int:
@@ -154,9 +166,9 @@ def row_stride(case: Case, block_n: int) -> int:
 
 
 def workspace_ints(case: Case, config: Config) -> int:
-    """32-bit words for each token: a score an entry, a best a group, and the groups chosen."""
+    """32-bit words for each token: a score an entry, a best a group, and what passed both sievings."""
     stride = row_stride(case, config.block_n)
-    return stride + (stride // config.group + case.topk if config.group else 0)
+    return stride + (stride // config.group + 2 * case.topk if config.group else 0)
 
 
 def work(entries: int, heads: int, fmt: str = "fp8_132", topk: int = 512) -> tuple[int, int]:
@@ -164,15 +176,22 @@ def work(entries: int, heads: int, fmt: str = "fp8_132", topk: int = 512) -> tup
     return entries * KEY_BYTES[fmt] + heads * (128 + 4) + 4 * topk, 2 * entries * heads * 128
 
 
-def _group(case: Case) -> int | None:
-    """Entries of a group: as few as keep the groups few; None if no size fits the selection's registers."""
+def _groups(case: Case) -> tuple[int, int] | None:
+    """Entries of a group and groups of a coarse one, the fewest lanes in all; None if none fit the selection's registers."""
     if case.entries <= 4096:
-        return 0
+        return 0, 1
+    found = []
     for group in (8, 16, 32):
-        groups, entries = select_blocks(case, group)
-        if groups <= MAX_GROUPS and entries <= MAX_ENTRIES:
-            return group
-    return None
+        for coarse in (1, 2, 4, 8):
+            first, second, entries = select_blocks(case, group, coarse)
+            if coarse == 1:
+                first, second = second, 0
+            bests = math.ceil(case.entries / group)
+            if first <= MAX_FIRST and second <= MAX_GROUPS and entries <= MAX_ENTRIES and bests <= MAX_BESTS:
+                # a pass costs what 2048 lanes do, about; more than 4096 lanes spill where labels stay beside them
+                lanes = first + second + entries + (2048 if coarse > 1 else 0)
+                found.append((second > 4096, lanes, group, coarse))
+    return min(found)[2:] if found else None
 
 
 def _power(n: int) -> int:

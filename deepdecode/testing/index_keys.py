@@ -8,6 +8,7 @@ import torch
 from deepdecode.ops.rows import PagedRows, allocate, write_rows
 
 E4M3 = torch.float8_e4m3fn
+Args = tuple[torch.Tensor, torch.Tensor, PagedRows, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class IndexInputs:
     lens: torch.Tensor
     topk: int
 
-    def args(self) -> tuple:
-        return tuple(vars(self).values())
+    def args(self) -> Args:
+        return self.index_q, self.index_weights, self.keys, self.block_tables, self.slots, self.lens, self.topk
 
-    def wide(self) -> tuple:
+    def wide(self) -> Args:
         """The same for the reference in float64."""
-        return (self.index_q.double(), self.index_weights.double(), *self.args()[2:])
+        return replace(self, index_q=self.index_q.double(), index_weights=self.index_weights.double()).args()
 
 
 def random_keys(pages: int, page_size: int, generator: torch.Generator, device: torch.device | str) -> PagedRows:
