@@ -16,6 +16,7 @@ import torch
 
 from deepdecode.config import ModelConfig
 from deepdecode.ops._check import expect, readable
+from deepdecode.ops.places import decode_places
 from deepdecode.ops.rows import FLOAT_FORMATS, PagedRows, allocate, page_bytes, row_bytes
 from deepdecode.ops.table import CompressorState, LayerCache, Step
 
@@ -271,6 +272,20 @@ class KVCache:
         expect("step: slots", slots, (T,), torch.int32, device)
         if readable(positions):
             self._check_step(tokens, positions, slots, prefill)
+        if not prefill:
+            if 128 not in self.ratios:
+                columns = 0
+            else:
+                columns = self.block_tables.shape[1] * self.logical_page // 128 if width is None else width
+            places = decode_places(
+                tokens, positions, slots, self.block_tables, vocab=self.config.vocab_size, ring=ring, window=window,
+                logical_page=self.logical_page, ratios=self.ratios, width=columns,
+            )  # fmt: skip
+            if places is not None:
+                return Step(
+                    positions=positions, slots=slots, prefill=False, window_history=None, block_tables=self.block_tables,
+                    **vars(places),
+                )  # fmt: skip
         live = (slots >= 0) & (slots < self.slots)
         # nothing that a padded row holds may fault, nor a wild id where nobody looks
         tokens = torch.where(live, tokens, 0).clamp(0, self.config.vocab_size - 1)

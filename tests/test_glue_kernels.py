@@ -60,7 +60,8 @@ def test_rotation(ratio, inverse, device):
 
 @pytest.mark.parametrize("ratios", [(0,), (0, 4), (0, 4, 128)])
 @pytest.mark.parametrize("width", [None, 24])
-def test_places_are_the_caches_own(ratios, width, device):
+def test_places_are_the_caches_own(ratios, width, device, monkeypatch):
+    monkeypatch.setenv("DEEPDECODE_REFERENCE", "1")
     config = ModelConfig(num_layers=len(ratios), compress_ratios=ratios, window=10, vocab_size=100)
     config = ModelConfig(**{**vars(config), "head_dim": 16, "rope_dim": 4, "index_head_dim": 8})
     cache = KVCache(config, slots=5, max_len=3000, window_page=4, fmt="bf16", device=device)
