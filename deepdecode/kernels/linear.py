@@ -10,20 +10,22 @@ import triton.language as tl
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.codes import FP4, FP8, PLAIN
 from deepdecode.kernels.linear_plan import Case, Config, plan, supports
-from deepdecode.kernels.product import fetch, product, row_bytes
+from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
 
 KINDS = {"plain": PLAIN, "fp8": FP8, "fp4": FP4}
 
 
 @triton.jit
 def rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND: tl.constexpr):
-    """Pointers at the first columns of these rows, and of their scales."""
-    scale_row = scale_ptr
+    """Pointers at the first columns of these rows, and of their scales (of a plain weight: anywhere)."""
+    w_row = w_ptr + row.to(tl.int64) * stride_w
     if KIND == FP8:
-        scale_row += (row // 128).to(tl.int64) * stride_scale
+        scale_row = scale_ptr + (row // 128).to(tl.int64) * stride_scale
     elif KIND == FP4:
-        scale_row += row.to(tl.int64) * stride_scale
-    return w_ptr + row.to(tl.int64) * stride_w, scale_row
+        scale_row = scale_ptr + row.to(tl.int64) * stride_scale
+    else:
+        scale_row = w_row
+    return w_row, scale_row
 
 
 @triton.jit(do_not_specialize=["T", "OUT"])
@@ -44,6 +46,7 @@ def linear_kernel(
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
     SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -58,13 +61,14 @@ def linear_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     group = tl.program_id(2)
     # rows past the last read the last again, and are not stored
-    w_row, scale_row = rows_of(w_ptr, scale_ptr, group * OUT + tl.minimum(m, OUT - 1), stride_w, stride_scale, KIND)
+    row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
+    w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
     if PDL:
         fetch(w_row, row_bytes(w_ptr, K, KIND))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, BLOCK_K, INTERPRET)
+    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
 
@@ -97,6 +101,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         E8M0=scales.dtype == torch.uint8,
         EVEN=even,
         SLICES=config.slices,
+        WARPS=config.num_warps,
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
@@ -146,6 +151,6 @@ def compile_args(config: Config, kind: str, out: str = "bf16", plain: str = "bf1
     types = {"x_ptr": "*bf16:16", "w_ptr": f"*{plain if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
     types |= {"out_ptr": f"*{out}:16", "T": "i32", "OUT": "i32"}
     types |= dict.fromkeys(("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot"), "i32:16")
-    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "SLICES": config.slices}
+    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "SLICES": config.slices, "WARPS": config.num_warps}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k}
     return types, constants | {"PDL": config.pdl, "INTERPRET": False}

@@ -16,7 +16,7 @@ import triton.language as tl
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
 from deepdecode.kernels.moe_plan import Case, Config, plan, supports
-from deepdecode.kernels.product import fetch, product, row_bytes
+from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
 
 # ids that a program looks at at once
 MAX_CHUNK = 256
@@ -112,6 +112,7 @@ def w13_kernel(
     BLOCK_T: tl.constexpr,
     SHARED_T: tl.constexpr,
     SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -123,7 +124,7 @@ def w13_kernel(
     out_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_up = m // 8 % 2
     job = tl.program_id(1)
-    shared_row = tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I
+    shared_row = blocks_of(tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I, SLICES, WARPS)
     w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, shared_row, stride_shared, stride_shared_scale, SHARED_KIND)
     if PDL:
         if job < shared_jobs:
@@ -143,6 +144,7 @@ def w13_kernel(
                 SHARED_E8M0,
                 EVEN,
                 SLICES,
+                WARPS,
                 BLOCK_K,
                 INTERPRET,
             )
@@ -152,7 +154,7 @@ def w13_kernel(
     elif tl.program_id(0) * BLOCK_I < I:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
-            row = tl.minimum(i, I - 1) + is_up * I
+            row = blocks_of(tl.minimum(i, I - 1) + is_up * I, SLICES, WARPS)
             w_row, scale_row = rows_of(
                 w_ptr + expert.to(tl.int64) * stride_we,
                 scale_ptr + expert.to(tl.int64) * stride_se,
@@ -174,6 +176,7 @@ def w13_kernel(
                     E8M0,
                     EVEN,
                     SLICES,
+                    WARPS,
                     BLOCK_K,
                     INTERPRET,
                 )
@@ -218,6 +221,7 @@ def w2_kernel(
     BLOCK_T: tl.constexpr,
     SHARED_T: tl.constexpr,
     SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -227,7 +231,7 @@ def w2_kernel(
     PDL: weights are fetched while `w13_kernel` ends. The ids are there: that kernel lets this one start after its own wait.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.minimum(m, C - 1)
+    row = blocks_of(tl.minimum(m, C - 1), SLICES, WARPS)
     job = tl.program_id(1)
     if job < shared_jobs:
         w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
@@ -246,6 +250,7 @@ def w2_kernel(
             SHARED_E8M0,
             SHARED_EVEN,
             SLICES,
+            WARPS,
             BLOCK_K,
             INTERPRET,
         )
@@ -276,6 +281,7 @@ def w2_kernel(
                     E8M0,
                     EVEN,
                     SLICES,
+                    WARPS,
                     BLOCK_K,
                     INTERPRET,
                 )
@@ -344,6 +350,7 @@ def launch(
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
         "SLICES": config.slices,
+        "WARPS": config.num_warps,
         "PDL": config.pdl,
         "INTERPRET": not x.is_cuda,
         "num_warps": config.num_warps,
@@ -476,7 +483,13 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     constants = {"KIND": KINDS[kind].value, "SHARED_KIND": KINDS[shared].value, "E8M0": True, "SHARED_E8M0": True, "EVEN": True}
     constants |= {"SHARED_EVEN": True, "BY_PAIR": True}
     constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": config.block_i, "BLOCK_M": config.block_m, "BLOCK_T": config.block_t}
-    constants |= {"SHARED_T": config.shared_t, "SLICES": config.slices, "PDL": config.pdl, "INTERPRET": False}
+    constants |= {
+        "SHARED_T": config.shared_t,
+        "SLICES": config.slices,
+        "WARPS": config.num_warps,
+        "PDL": config.pdl,
+        "INTERPRET": False,
+    }
     constants |= {"BLOCK_K": config.block_k if name == "w13" else config.block_k2}
     names = set(function.arg_names)
     return {k: v for k, v in types.items() if k in names}, {k: v for k, v in constants.items() if k in names}

@@ -4,9 +4,9 @@ Rows of the weight stand on the M side of mma.sync, so 8 tokens fill its N side.
 codes, exact in bfloat16; the scale of a block of 128 columns multiplies their float32 sum. An FP4 weight enters times its
 scale. Scales are loaded one step ahead: the compiler's pipeline, which has the weights under way, leaves them out.
 
-With one slice, warps take different rows and share the tokens in shared memory: for many tokens. With more, all warps take
-the same rows, each slices of K of its own as the batch of a batched product, so that a small weight still feeds every SM; the
-warps' sums are added in their order at the end, so the bits do not vary.
+A warp is one of a batch of small products. With one slice of K, warps take different rows and share the tokens: for many
+tokens. With as many slices as warps, all warps take the same rows, each slices of K of its own, so that a small weight still
+feeds every SM; the warps' sums are added in their order at the end, so the bits do not vary.
 """
 
 import triton
@@ -31,11 +31,17 @@ def row_bytes(w_ptr, K, KIND: tl.constexpr):
 
 
 @triton.jit
+def blocks_of(row, SLICES: tl.constexpr, WARPS: tl.constexpr):
+    """Numbers of rows [M] as `product` takes them: a block for each warp that has rows of its own."""
+    return tl.reshape(row, (WARPS // SLICES, row.shape[0] * SLICES // WARPS))
+
+
+@triton.jit
 def fetch(w_row, nbytes):
     """Bring rows of `nbytes` from each pointer into L2, before it is known what they are multiplied with."""
     line = tl.arange(0, 32) * 128
     for at in range(0, nbytes, 4096):
-        address = w_row.to(tl.int64)[:, None] + tl.minimum(at + line, nbytes - 1)[None, :]
+        address = w_row.to(tl.int64)[:, :, None] + tl.minimum(at + line, nbytes - 1)[None, None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -52,14 +58,16 @@ def product(
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
     SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """W x^T, float32 [M, T]; x_row [T], w_row [M] and scale_row [M] point at the first columns of rows.
+    """W x^T, float32 [M, T]; x_row [T], and w_row and scale_row, in blocks [WARPS / SLICES, R], point at rows' first columns.
 
-    EVEN: K is a multiple of SLICES * BLOCK_K.
+    SLICES: WARPS or 1. EVEN: K is a multiple of SLICES * BLOCK_K.
     """
-    M: tl.constexpr = w_row.shape[0]
+    BLOCKS: tl.constexpr = w_row.shape[0]
+    R: tl.constexpr = w_row.shape[1]
     N: tl.constexpr = x_row.shape[0]
     # slices take turns: what the program reads at a time is one piece of each row, since memory opens a page for it
     STEP: tl.constexpr = SLICES * BLOCK_K
@@ -67,12 +75,13 @@ def product(
     k = tl.arange(0, BLOCK_K)[None, :]
     byte = tl.arange(0, BLOCK_K // 2)[None, :]
     group = tl.arange(0, BLOCK_K // 32)[None, None, :]
-    acc = tl.zeros([SLICES, M, N] if SLICES > 1 else [M, N], tl.float32)
+    acc = tl.zeros([WARPS, R, N], tl.float32)
     if KIND == FP4:
-        scale_at = scale_row[None, :, None] + (first // 32)[:, :, None] + group  # [SLICES, M, BLOCK_K / 32]
+        # [WARPS, R, BLOCK_K / 32]
+        scale_at = scale_row[:, :, None] + (first // 32)[:, :, None] + group
         next_scale = tl.load(scale_at, mask=first[:, :, None] + 32 * group < K, other=0)
     elif KIND == FP8:
-        next_scale = tl.load(scale_row[None, :] + first // 128, mask=first < K, other=0)  # [SLICES, M]
+        next_scale = tl.load(scale_row + first // 128, mask=first < K, other=0)  # [WARPS, R]
     for at in range(0, K, STEP):
         start = first + at
         ahead = start + STEP
@@ -82,38 +91,33 @@ def product(
             x = x.to(tl.float32)
         if KIND == FP4:
             live = ((start + 2 * byte < K) | EVEN)[:, None, :]
-            packed = tl.load(w_row[None, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
+            packed = tl.load(w_row[:, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
             scale = e8m0_float(next_scale) if INTERPRET else e8m0_bfloat(next_scale)
             next_scale = tl.load(scale_at + (at + STEP) // 32, mask=ahead[:, :, None] + 32 * group < K, other=0)
             # a group's scale, once for each of its columns
-            scale = tl.broadcast_to(scale[:, :, :, None], (SLICES, M, BLOCK_K // 32, 32))
-            w = fp4_values(packed, SLICES, M, BLOCK_K, INTERPRET) * tl.reshape(scale, (SLICES, M, BLOCK_K))
+            scale = tl.broadcast_to(scale[:, :, :, None], (WARPS, R, BLOCK_K // 32, 32))
+            w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET) * tl.reshape(scale, (WARPS, R, BLOCK_K))
             x = fp4_order(x, SLICES, BLOCK_K, N)
         else:
             live = ((start + k < K) | EVEN)[:, None, :]
-            w = tl.load(w_row[None, :, None] + (start + k)[:, None, :], mask=live, other=0)
+            w = tl.load(w_row[:, :, None] + (start + k)[:, None, :], mask=live, other=0)
         if KIND == FP8:
             scale = e8m0_float(next_scale) if E8M0 else next_scale
-            next_scale = tl.load(scale_row[None, :] + ahead // 128, mask=ahead < K, other=0)
+            next_scale = tl.load(scale_row + ahead // 128, mask=ahead < K, other=0)
             if SLICES > 1:
-                w = fp8_values(w, SLICES, M, BLOCK_K, INTERPRET)
+                w = fp8_values(w, WARPS, R, BLOCK_K, INTERPRET)
                 x = fp8_order(x, SLICES, BLOCK_K, N)
             else:
                 w = fp8_natural(w, INTERPRET)
         if INTERPRET or w.dtype == tl.float32:
             w = w.to(tl.float32)
             x = x.to(tl.float32)
-        if SLICES == 1:
-            w = tl.reshape(w, (M, BLOCK_K))
-            x = tl.reshape(x, (BLOCK_K, N))
+        x = tl.broadcast_to(x, (WARPS, BLOCK_K, N))
         if KIND == FP8:
-            if SLICES > 1:
-                acc += tl.dot(w, x) * scale[:, :, None]
-            else:
-                acc += tl.dot(w, x) * tl.reshape(scale, (M, 1))
+            acc += tl.dot(w, x) * scale[:, :, None]
         else:
             # float32 weights are multiplied in full
             acc = tl.dot(w, x, acc, input_precision="ieee")
     if SLICES > 1:
         acc = tl.sum(acc, 0)
-    return acc
+    return tl.reshape(acc, (BLOCKS * R, N))
