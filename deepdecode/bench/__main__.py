@@ -11,6 +11,7 @@ import torch
 
 from deepdecode.bench import attention, peers, tune
 from deepdecode.bench.timing import copy_bandwidth, current_commit, write_results
+from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import Case, card_of, floor_us, work
 
 # the rungs and the slow rivals: few cells, since a call takes milliseconds
@@ -36,17 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     card = card_of(torch.device("cuda", torch.cuda.current_device()))
     commit = options.commit or current_commit()
     if options.sweep:
-        rows = tune.sweep(("narrow", "wide", "mma") if card.arch == 90 else ("mma",))
-        print(
-            tune.write_table(rows, card, device=card.name, command="bench attention --sweep", commit=commit, points=len(rows))
-        )
-        return 0
+        return sweep(options, card, commit)
     return run(options, card, commit)
 
 
-def run(options: argparse.Namespace, card, commit: str) -> int:
-    name = card.name.lower().removeprefix("nvidia ").replace(" ", "-")
-    path = options.out / name / "attention.json"
+def run(options: argparse.Namespace, card: Card, commit: str) -> int:
+    path = options.out / _folder(card) / "attention.json"
     rows: list[dict[str, Any]] = []
     if path.exists() and not options.fresh:
         rows = [row for row in json.loads(path.read_text())["rows"] if row.get("commit", commit) == commit]
@@ -79,6 +75,21 @@ def run(options: argparse.Namespace, card, commit: str) -> int:
     return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
 
 
+def sweep(options: argparse.Namespace, card: Card, commit: str) -> int:
+    """Measure launches, keep them as a result file, and write the plan's table from it."""
+    path = options.out / _folder(card) / "attention_sweep.json"
+    start = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    cases = (case for case in tune.swept_cases() if time.monotonic() - start < options.seconds)
+    for row in tune.sweep(("narrow", "wide", "mma") if card.arch == 90 else ("mma",), cases):
+        rows.append(row | {"us": round(row["us"], 2), "commit": commit})
+    command = "python -m deepdecode.bench attention --sweep"
+    write_results(path, rows, command=command, commit=commit)
+    facts = {"command": command, "commit": commit, "evidence": path.name, "points": len(rows)}
+    print(tune.write_table(rows, card, device=card.name, date=time.strftime("%Y-%m-%d"), **facts))
+    return 0
+
+
 def jobs(with_peers: bool):
     """Cells in the order of their worth: the model's own key count first, what compiles for half a minute last.
 
@@ -107,6 +118,10 @@ def jobs(with_peers: bool):
     if with_peers:
         for case in slow:
             yield case, "sglang dual-scope", peers.sglang_dual, 0.02
+
+
+def _folder(card: Card) -> str:
+    return card.name.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def _key(row: dict[str, Any]) -> tuple:

@@ -93,7 +93,7 @@ def rung0(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _mma_sync() -> Iterator[None]:
+def mma_sync() -> Iterator[None]:
     """On Hopper Triton takes wgmma for the portable kernel; other cards have mma.sync. Read by the compiler at a first call."""
     before = os.environ.get("DISABLE_MMA_V3")
     os.environ["DISABLE_MMA_V3"] = "1"
@@ -111,7 +111,7 @@ def rung1(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
 
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
     call = ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices), card_of(q.device)))
-    with _mma_sync():
+    with mma_sync():
         call()
     return call
 
@@ -122,7 +122,7 @@ def portable(inputs: AttentionInputs, out: torch.Tensor, *, convert: bool = True
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
     case = case_of(q, window, indices, extra, extra_indices, gluon=False)
     call = ours(inputs, out, replace(plan(case, card_of(q.device)), convert=convert))
-    with _mma_sync():
+    with mma_sync():
         call()
     return call
 

@@ -1,15 +1,18 @@
 """The tuning table of sparse attention: sweep launches on a card, fit the plan's cost model, say what the plan then loses."""
 
+import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepdecode.bench.attention import Sized, best_of
-from deepdecode.kernels.attention_plan import TUNED, Case, Config, Shape, card_of, predict
+from deepdecode.bench.attention import Sized, best_of, mma_sync
+from deepdecode.cards import Card
+from deepdecode.kernels.attention_plan import TUNED, Case, Config, Shape, card_of, model, predict, shapes
 from deepdecode.testing.inputs import KEY_COUNTS
 
 # kernel, heads and keys of a program, warps, rows; the larger of what Triton 3.6 and 3.9 give in shared memory; programs on one
@@ -29,85 +32,124 @@ SHAPES = (
     ("mma", 32, 32, 8, "bf16", 68096, 1),
 )
 TOKENS, HEADS, FORMS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128), ("fp8_584", "bf16")
-# a launch with more waves than this is never the best one, and slow to measure
-MAX_WAVES = 8
+# points between those of the sweep: the fit never sees them, the plan is judged by them
+HELD_OUT_TOKENS, HELD_OUT_HEADS, HELD_OUT_KEYS = (
+    (3, 6, 12, 24, 48, 96, 192),
+    (8, 12, 24, 48, 64, 96),
+    (100, 256, 700, 2048, 6000),
+)
+HELD_OUT_POINTS = 60
+# launches this much slower than a point's best say nothing of where to go
+NEAR_BEST = 1.5
+# what the present table predicts to take this many times the best launch is not measured
+HOPELESS = 2.0
 
 
-def sweep(
-    kernels: tuple[str, ...], tokens: tuple[int, ...] = TOKENS, heads: tuple[int, ...] = HEADS, forms: tuple[str, ...] = FORMS
-) -> list[dict[str, Any]]:
-    """Warm time of every shape and split count that makes sense, over tokens, heads and keys. Rows for `fit`."""
+def swept_cases(forms: tuple[str, ...] = FORMS) -> Iterator[tuple[Sized, bool]]:
+    """Every point, and whether it is held out; the held-out ones first, so that a sweep that is cut off has them."""
+    draw = random.Random(0)
+    for _ in range(HELD_OUT_POINTS):
+        T, H, keys = draw.choice(HELD_OUT_TOKENS), draw.choice(HELD_OUT_HEADS), draw.choice(HELD_OUT_KEYS)
+        yield Sized(T, H, 128, keys, draw.choice(forms)), True
+    for fmt in forms:
+        for keys in KEY_COUNTS:
+            for H in HEADS:
+                for T in TOKENS:
+                    yield Sized(T, H, *keys, fmt), False
+
+
+def sweep(kernels: tuple[str, ...], cases: Iterable[tuple[Sized, bool]]) -> Iterator[dict[str, Any]]:
+    """Warm time of every shape and split count that makes sense, case by case. Rows for `fit`.
+
+    Over FP8 rows the portable kernel has the instructions of other cards, over bfloat16 rows those that it takes here.
+    """
     import torch
 
     card = card_of(torch.device("cuda", torch.cuda.current_device()))
-    rows = []
-    for fmt in forms:
-        for keys in KEY_COUNTS:
-            for H in heads:
-                for T in tokens:
-                    case = Sized(T, H, *keys, fmt)
-                    tried = [config for config, waves in _launches(case, card.sms, kernels) if waves <= MAX_WAVES]
-                    for us, config in best_of(case, tried, limit_s=0.01):
-                        rows.append(vars(case) | {"us": us} | _shape_of(config))
-    return rows
+    for case, held_out in cases:
+        with mma_sync() if case.fmt == "fp8_584" else contextlib.nullcontext():
+            timed = best_of(case, launches(case, card, kernels), limit_s=0.01)
+        for us, config in timed:
+            yield vars(case) | {"op": "attention", "us": us, "held_out": held_out} | _shape_of(config)
 
 
-def _launches(case: Sized, sms: int, kernels: tuple[str, ...]) -> Iterator[tuple[Config, float]]:
-    keys = case.window_keys + case.extra_keys
-    for kernel, block_h, block_n, warps, fmt, _, per_sm in SHAPES:
-        if kernel not in kernels or fmt != case.fmt or (block_h > case.H and not (kernel == "wide" and case.H >= 16)):
+def launches(case: Sized, card: Card, kernels: tuple[str, ...]) -> list[Config]:
+    """What is worth measuring: shapes that are not mostly empty, cut into each number of tiles, the hopeless left out."""
+    point = _case(vars(case))
+    able = []
+    for kernel, block_h, block_n, warps, fmt, shared, per_sm in SHAPES:
+        if (
+            kernel not in kernels
+            or fmt != case.fmt
+            or (block_h >= 2 * max(8, case.H) and not (kernel == "wide" and case.H >= 16))
+        ):
             continue
-        tiles = -(-keys // block_n)
-        programs = case.T * -(-case.H // block_h)
+        tiles = -(-(case.window_keys + case.extra_keys) // block_n)
+        cost = next(
+            (s.cost for s in shapes() if (s.kernel, s.block_h, s.block_n, s.fmt) == (kernel, block_h, block_n, fmt)), None
+        )
         for splits in sorted({-(-tiles // each) for each in range(1, tiles + 1)}):
-            waves = programs * splits / (sms * per_sm)
-            # too few programs to fill half the card with splits still to be had is no candidate either
-            if splits == 1 or waves <= 2 or splits <= 4:
-                yield Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 1, True), waves
+            config = Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 1, True)
+            shape = Shape(kernel, block_h, block_n, warps, fmt, shared, per_sm, cost or ())
+            able.append((predict(shape, splits, point, card) if cost else 0.0, config))
+    best = min((us for us, _ in able if us), default=0.0)
+    return [config for us, config in able if us <= HOPELESS * best]
 
 
 def _shape_of(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("kernel", "block_h", "block_n", "num_warps", "splits")}
 
 
-def fit(rows: list[dict[str, Any]], card) -> dict[str, Any]:
-    """The shapes with their costs from all rows; beside them, what a plan fitted without a point loses on that point.
+def fit(rows: list[dict[str, Any]], card: Card) -> dict[str, Any]:
+    """The shapes with their costs and measured launches, from the rows that are not held out; and what the plan then loses.
 
-    Points (T, H, keys, form) are held out by fifths: the model is fitted to four fifths and plans the last one.
+    A held-out point's loss is the time of the launch that the plan takes there over the best that was measured there, less 1.
     """
+    table = _shapes([row for row in rows if not row["held_out"]], card)
+    lost = sorted(_loss(point, table, card) for point in _points(row for row in rows if row["held_out"]))
+    held_out = {
+        "points": len(lost),
+        "mean": round(sum(lost) / max(1, len(lost)), 4),
+        "within_10_percent": sum(loss <= 0.1 for loss in lost),
+        "worst": round(max(lost, default=0.0), 3),
+    }
+    return {"held_out": held_out, "shapes": [_written(shape) for shape in table.values()]}
+
+
+def _written(shape: Shape) -> dict[str, Any]:
+    return {each.name: getattr(shape, each.name) for each in fields(shape)}
+
+
+def _points(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     points: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
         points.setdefault((row["T"], row["H"], row["window_keys"], row["extra_keys"], row["fmt"]), []).append(row)
-    lost = []
-    for fold in range(5):
-        train = [row for n, point in enumerate(points.values()) if n % 5 != fold for row in point]
-        table = _shapes(train, card)
-        lost += [_loss(point, table, card) for n, point in enumerate(points.values()) if n % 5 == fold]
-    lost.sort()
-    held_out = {
-        "points": len(lost),
-        "mean": round(sum(lost) / len(lost), 4),
-        "within_10_percent": sum(loss <= 0.1 for loss in lost),
-        "worst": round(lost[-1], 3),
-    }
-    return {"held_out": held_out, "shapes": [vars(shape) for shape in _shapes(rows, card).values()]}
+    return list(points.values())
 
 
-def _shapes(rows: list[dict[str, Any]], card) -> dict[tuple, Shape]:
+def near_best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for point in _points(rows) for row in point if row["us"] <= NEAR_BEST * min(other["us"] for other in point)]
+
+
+def _shapes(rows: list[dict[str, Any]], card: Card) -> dict[tuple, Shape]:
+    near = near_best(rows)
     table = {}
     for kernel, block_h, block_n, warps, fmt, shared, per_sm in SHAPES:
         key = (kernel, block_h, block_n, fmt)
-        own = [row for row in rows if (row["kernel"], row["block_h"], row["block_n"], row["fmt"]) == key]
+        own = [row for row in near if _key(row) == key]
         if own:
             bare = Shape(kernel, block_h, block_n, warps, fmt, shared, per_sm, ())
-            table[key] = Shape(kernel, block_h, block_n, warps, fmt, shared, per_sm, _costs(bare, own, card))
+            seen = [
+                (row["T"], row["H"], row["window_keys"] + row["extra_keys"], row["splits"], round(row["us"], 2)) for row in own
+            ]
+            table[key] = replace(bare, cost=_costs(bare, own, card), seen=tuple(seen))
     return table
 
 
-def _costs(shape: Shape, rows: list[dict[str, Any]], card) -> tuple[float, ...]:
+def _costs(shape: Shape, rows: list[dict[str, Any]], card: Card) -> tuple[float, ...]:
     """Least squares of the relative error; a coefficient that comes out negative is left out."""
     units = [replace(shape, cost=tuple(float(n == m) for m in range(7))) for n in range(7)]
-    features = np.array([[predict(unit, row["splits"], _case(row), card) for unit in units] for row in rows])
+    features = np.array([[model(unit, row["splits"], _case(row), card) for unit in units] for row in rows])
     scaled = features / np.array([row["us"] for row in rows])[:, None]
     kept = list(range(7))
     while True:
@@ -119,20 +161,26 @@ def _costs(shape: Shape, rows: list[dict[str, Any]], card) -> tuple[float, ...]:
     return tuple(round(float(costs.get(n, 0.0)), 4) for n in range(7))
 
 
+def _key(row: dict[str, Any]) -> tuple[str, int, int, str]:
+    return row["kernel"], row["block_h"], row["block_n"], row["fmt"]
+
+
 def _case(row: dict[str, Any]) -> Case:
     return Case(row["T"], row["H"], row["window_keys"], row["extra_keys"], row["fmt"], row["fmt"])
 
 
 def _loss(point: list[dict[str, Any]], table: dict[tuple, Shape], card) -> float:
     def predicted(row: dict[str, Any]) -> float:
-        return predict(table[row["kernel"], row["block_h"], row["block_n"], row["fmt"]], row["splits"], _case(row), card)
+        return predict(table[_key(row)], row["splits"], _case(row), card)
 
-    return min(point, key=predicted)["us"] / min(row["us"] for row in point) - 1
+    return min((row for row in point if _key(row) in table), key=predicted)["us"] / min(row["us"] for row in point) - 1
 
 
-def write_table(rows: list[dict[str, Any]], card, **evidence: Any) -> Path:
+def write_table(rows: list[dict[str, Any]], card: Card, **evidence: Any) -> Path:
     """Write the table that the package ships: evidence (device, versions, command, commit, date), held-out loss, shapes."""
     path = Path(__file__).resolve().parents[1] / "data" / TUNED
     document = {"schema": 1, **evidence, **fit(rows, card)}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    # a line for each shape: its launches would be thousands
+    lines = ",\n".join(f"  {json.dumps(shape)}" for shape in document.pop("shapes"))
+    path.write_text(json.dumps(document, indent=1).removesuffix("\n}") + f',\n "shapes": [\n{lines}\n ]\n}}\n')
     return path

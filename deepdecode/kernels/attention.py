@@ -33,23 +33,30 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
+def _spread(x, N: tl.constexpr):
+    """[N, 8, 4] -> [N, 8, 16], each value four times."""
+    return tl.reshape(tl.broadcast_to(x[:, :, :, None], (N, 8, 4, 4)), (N, 8, 16))
+
+
+@triton.jit
 def _quarters(x, scale, FORM: tl.constexpr, N: tl.constexpr):
-    """int32 [N, 8, 16] of codes, E8M0 int32 [N, 8] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
+    """int32 [N, 8, 16] of codes, E8M0 int32 [N, 8, 4] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
     if FORM == "interpreted":
-        s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
+        scale = _spread(scale, N)
+        s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))
         v0, v1, v2, v3 = interpreted(x, 0, s), interpreted(x, 1, s), interpreted(x, 2, s), interpreted(x, 3, s)
     elif FORM == "convert":
         # 2**(scale - 127); 2**-15 is a denormal
         factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
-        v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = convert(x, _spread(factor, N))
     elif FORM == "place":
-        v0, v1, v2, v3 = place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = place(x, _spread((scale - 104) << 10, N))
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
-        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
+        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)
         # -0x7F7F7F80: the top bit of each byte
         is_nan = (((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
-        v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
+        v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, _spread(factor, N)))
     return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
 
 
@@ -81,17 +88,21 @@ def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
 
 @triton.jit
 def _load_fp8(row, tail, ALIGN: tl.constexpr):
-    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int32 [N, 8], rope values bfloat16 [N, 64]."""
+    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int32 [N, 8, 4], rope bfloat16 [N, 8, 8].
+
+    All three are laid out alike, a row's 32 (group, part) over a warp, so that addresses are handed on once.
+    """
     live = row != 0
-    group = tl.arange(0, 8)
-    row_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)
-    words = row_ptr[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    x = tl.load(words, mask=live[:, None, None] & (group < 7)[None, :, None], other=0)
-    tail_ptr = tail.to(tl.pointer_type(tl.uint8))
-    scale = tl.load(tail_ptr[:, None] + group[None, :], mask=(tail != 0)[:, None] & (group < 7)[None, :], other=127)
-    rope_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), ALIGN)
-    rope = tl.load(rope_ptr[:, None] + 224 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
-    return x, scale.to(tl.int32), rope
+    group = tl.arange(0, 8)[None, :, None]
+    part = tl.arange(0, 4)[None, None, :]
+    code = live[:, None, None] & (group < 7)
+    at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + group * 16
+    x = tl.load(at + tl.arange(0, 16)[None, None, :], mask=code, other=0)
+    tail_ptr = (tail[:, None, None] + (group // 4) * 4 + part * 0).to(tl.pointer_type(tl.int32))
+    scale = (tl.load(tail_ptr, mask=code, other=0x7F7F7F7F) >> (8 * (group % 4))) & 0xFF
+    # 4 bytes a lane: wider loads would lay rows out otherwise
+    rope_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 4)[:, None, None] + 224 + group * 8
+    return x, scale, tl.load(rope_ptr + tl.arange(0, 8)[None, None, :], mask=live[:, None, None], other=0.0)
 
 
 @triton.jit
@@ -104,31 +115,24 @@ def _load_plain(row, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _is_calm(scale):
-    """Whether float16 holds a tile: every scale from 2**-15 to 2**7."""
-    outside = ((scale - 112).to(tl.uint32, bitcast=True) > 22).to(tl.int32)
-    return tl.max(tl.max(outside, 1), 0) == 0
-
-
-@triton.jit
 def _attend(
-    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
+    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, sums, a0, a1, a2, a3, a_rope,
     FP8: tl.constexpr, DOT: tl.constexpr, ROPE_DOT: tl.constexpr,
 ):  # fmt: skip
     """One tile: scores, softmax, weighted sums. The weights are 2**14 at most, so float16 holds 2**-38 of the largest."""
-    score = tl.dot(v0, q0)  # [BLOCK_N, BLOCK_H]
-    score = tl.dot(v1, q1, score)
-    score = tl.dot(v2, q2, score)
-    score = tl.dot(v3, q3, score)
+    # sums of their own, each times the scale: in one sum 32 products would wait for each other
+    score = tl.dot(v0, q0) * scale_log2 + tl.dot(v1, q1) * scale_log2  # [BLOCK_N, BLOCK_H]
+    score += tl.dot(v2, q2) * scale_log2 + tl.dot(v3, q3) * scale_log2
     if FP8:
-        score = tl.dot(rope, q_rope, score)
-    score = tl.where(live[:, None], score * scale_log2, float("-inf"))
+        score += tl.dot(rope, q_rope) * scale_log2
+    score = tl.where(live[:, None], score, float("-inf"))
     new_low = tl.maximum(low, tl.max(score, 0) - 14.0)
     # a tile without a live key must not make inf - inf
     base = tl.where(new_low == float("-inf"), 0.0, new_low)
     p = tl.exp2(score - base[None, :])
     fade = tl.exp2(low - base)
-    total = total * fade + tl.sum(p, 0)
+    # added up over the keys once, at the end
+    sums = sums * fade[None, :] + p
     weight = p.to(DOT)
     a0 = tl.dot(tl.trans(v0), weight, a0 * fade[None, :])  # [128, BLOCK_H]
     a1 = tl.dot(tl.trans(v1), weight, a1 * fade[None, :])
@@ -136,7 +140,7 @@ def _attend(
     a3 = tl.dot(tl.trans(v3), weight, a3 * fade[None, :])
     if FP8:
         a_rope = tl.dot(tl.trans(rope), p.to(ROPE_DOT), a_rope * fade[None, :])
-    return new_low, total, a0, a1, a2, a3, a_rope
+    return new_low, sums, a0, a1, a2, a3, a_rope
 
 
 @triton.jit
@@ -259,6 +263,7 @@ def split_kernel(
     lane = tl.arange(0, BLOCK_N)[:, None]
     # the rows of a tile are asked for while the tile before is multiplied, their indices one tile earlier
     row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
+    live = row != 0
     if FP8:
         x, scale, rope = _load_fp8(row, tail, ALIGN)
     else:
@@ -272,61 +277,69 @@ def split_kernel(
         q_ptr + (t * H + head)[None, :] * 512 + 448 + tl.arange(0, 64)[:, None], mask=head_live[None, :], other=0.0
     )
     low = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     a0 = tl.zeros([128, BLOCK_H], tl.float32)
     a1 = tl.zeros([128, BLOCK_H], tl.float32)
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
     a_rope = tl.zeros([64, BLOCK_H], tl.float32)
-    n = begin
     if FP8:
-        calm = True
-        if not INTERPRET:
-            top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3))).to(tl.float32)
-            top = tl.max(tl.max(top, 0), 0)
-            calm = (top < 32768.0) & (top > 0.00390625) & _is_calm(scale)
         h0, h1, h2, h3 = q0.to(F16), q1.to(F16), q2.to(F16), q3.to(F16)
-        while (n < end) & calm:
-            live = row != 0
+        q_top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
+        odd = tl.zeros([BLOCK_N, 8, 4], tl.int32)
+        for n in range(begin, end, BLOCK_N):
+            now = live
             v0, v1, v2, v3 = _quarters(x, scale, FORM, BLOCK_N)
-            v_rope = rope
+            v_rope = tl.reshape(rope, (BLOCK_N, 64)).to(BF16)
+            odd |= ((scale - 112).to(tl.uint32, bitcast=True) > 22).to(tl.int32)
             row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            live = row != 0
             x, scale, rope = _load_fp8(row, tail, ALIGN)
-            n += BLOCK_N
-            index = _find(n + BLOCK_N + lane, first, last, lists, rows)
-            low, total, a0, a1, a2, a3, a_rope = _attend(
-                v0, v1, v2, v3, v_rope.to(BF16), h0, h1, h2, h3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
+            index = _find(n + 2 * BLOCK_N + lane, first, last, lists, rows)
+            low, sums, a0, a1, a2, a3, a_rope = _attend(
+                v0, v1, v2, v3, v_rope, h0, h1, h2, h3, q_rope, now, scale_log2, low, sums, a0, a1, a2, a3, a_rope,
                 FP8, F16, BF16,
             )  # fmt: skip
-            if not INTERPRET:
-                calm = _is_calm(scale)
         if not INTERPRET:
-            while n < end:
+            top = tl.max(tl.max(q_top.to(tl.float32), 0), 0)
+            wild = (tl.max(tl.max(tl.max(odd, 2), 1), 0) != 0) | (top >= 32768.0) | (top < 0.00390625)
+            if wild:
+                low = tl.full([BLOCK_H], float("-inf"), tl.float32)
+                sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
+                a0 = tl.zeros([128, BLOCK_H], tl.float32)
+                a1 = tl.zeros([128, BLOCK_H], tl.float32)
+                a2 = tl.zeros([128, BLOCK_H], tl.float32)
+                a3 = tl.zeros([128, BLOCK_H], tl.float32)
+                a_rope = tl.zeros([64, BLOCK_H], tl.float32)
+                row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
                 live = row != 0
-                v0, v1, v2, v3 = _quarters(x, scale, "bfloat16", BLOCK_N)
-                # read again: kept, they would double what q takes of shared memory
-                q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
-                low, total, a0, a1, a2, a3, a_rope = _attend(
-                    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, total, a0, a1, a2, a3, a_rope,
-                    FP8, BF16, BF16,
-                )  # fmt: skip
-                row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
                 x, scale, rope = _load_fp8(row, tail, ALIGN)
-                n += BLOCK_N
-                index = _find(n + BLOCK_N + lane, first, last, lists, rows)
+                for n in range(begin, end, BLOCK_N):
+                    v0, v1, v2, v3 = _quarters(x, scale, "bfloat16", BLOCK_N)
+                    # read again: kept, they would double what q takes of shared memory
+                    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
+                    low, sums, a0, a1, a2, a3, a_rope = _attend(
+                        v0, v1, v2, v3, tl.reshape(rope, (BLOCK_N, 64)), q0, q1, q2, q3, q_rope, live, scale_log2, low, sums,
+                        a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
+                    )  # fmt: skip
+                    index = _find(n + BLOCK_N + lane, first, last, lists, rows)
+                    row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+                    live = row != 0
+                    x, scale, rope = _load_fp8(row, tail, ALIGN)
     else:
-        while n < end:
-            live = row != 0
+        for n in range(begin, end, BLOCK_N):
+            now = live
             v0, v1, v2, v3 = x0, x1, x2, x3
             row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            live = row != 0
             x0, x1, x2, x3 = _load_plain(row, ALIGN)
-            n += BLOCK_N
-            index = _find(n + BLOCK_N + lane, first, last, lists, rows)
-            low, total, a0, a1, a2, a3, a_rope = _attend(
-                v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), v0, q0, q1, q2, q3, q_rope, live, scale_log2, low, total,
+            index = _find(n + 2 * BLOCK_N + lane, first, last, lists, rows)
+            low, sums, a0, a1, a2, a3, a_rope = _attend(
+                v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), v0, q0, q1, q2, q3, q_rope, now, scale_log2, low, sums,
                 a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
             )  # fmt: skip
 
+    total = tl.sum(sums, 0)
     some = tl.where(total == 0, 1.0, total)
     lse_log2 = tl.where(total == 0, float("-inf"), low + tl.log2(some))
     if SPLIT:

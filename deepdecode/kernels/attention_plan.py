@@ -1,16 +1,19 @@
 """Which launch sparse attention takes: pure functions of the case and the card, importable without Triton or a GPU.
 
 A launch is a shape (which kernel, how many heads and keys a program takes) and a number of splits. `predict` gives its time
-from a linear model whose coefficients were fitted to a sweep on one card (`deepdecode/data/attention_*.json` holds them with
-their evidence), and `plan` takes the launch with the smallest prediction.
+from a linear model whose coefficients were fitted to a sweep on one card, corrected by what the model misses at the sweep's
+launches nearby (`deepdecode/data/attention_*.json` holds both with their evidence), and `plan` takes the launch with the
+smallest prediction.
 """
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from deepdecode.cards import CARDS, Card
 
@@ -25,6 +28,9 @@ TUNED_CARD = "H200"
 # bfloat16 products a second that a tensor core of one SM sustains, TFLOP/s: 790 measured on the H200's 132
 _TFLOPS_PER_SM = {90: 6.0, 100: 12.0}
 _TFLOPS_OTHER = 1.6
+# how far a measured launch counts, in powers of two of what `_place` gives, and what the model's own word weighs
+_NEAR = (0.7, 0.5, 0.7, 1.0)
+_FAR = 0.05
 # each part of the workspace starts on this, so that 16-byte stores stay aligned
 _PART_ALIGN = 128
 
@@ -82,6 +88,7 @@ class Shape:
 
     cost: a call; each thousand (split, token, head) merged; each split; each wave; each tile of a wave, alone on its SM;
     what such a tile takes more beside a second program; each tile that an SM computes, over all waves.
+    seen: measured launches of this shape, (T, H, keys, splits, us) each.
     """
 
     kernel: str
@@ -92,12 +99,25 @@ class Shape:
     shared: int
     per_sm: int
     cost: tuple[float, ...]
+    seen: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def misses(self) -> tuple[np.ndarray, np.ndarray]:
+        """`_place` of each measured launch, and what the model misses there, in powers of two."""
+        card = next(card for card in CARDS if card.name == TUNED_CARD)
+        launches = [(int(splits), int(T), int(H), int(keys), us) for T, H, keys, splits, us in self.seen]
+        places = [_place(self, splits, T, H, keys, card.sms) for splits, T, H, keys, _ in launches]
+        missed = [math.log2(us / model(self, splits, Case(T, H, keys), card)) for splits, T, H, keys, us in launches]
+        return np.array(places), np.array(missed)
 
 
 @cache
 def shapes() -> tuple[Shape, ...]:
     table = json.loads((files("deepdecode") / "data" / TUNED).read_text())
-    return tuple(Shape(**(shape | {"cost": tuple(shape["cost"])})) for shape in table["shapes"])
+    return tuple(
+        Shape(**(shape | {"cost": tuple(shape["cost"]), "seen": tuple(map(tuple, shape.get("seen", ())))}))
+        for shape in table["shapes"]
+    )
 
 
 def supports(case: Case, card: Card) -> str | None:
@@ -141,6 +161,11 @@ def plan_unsplit(case: Case, card: Card) -> Config:
 
 def predict(shape: Shape, splits: int, case: Case, card: Card) -> float:
     """Microseconds of a warm call: measured on the H200, for other cards its coefficients with their SMs and shared memory."""
+    return model(shape, splits, case, card) * 2 ** _missed(shape, splits, case, card)
+
+
+def model(shape: Shape, splits: int, case: Case, card: Card) -> float:
+    """The linear part of `predict`."""
     call, merged, split, wave, tile, beside, shared_tile = shape.cost
     programs = case.T * math.ceil(case.H / shape.block_h) * splits
     tiles = math.ceil(math.ceil(case.keys / splits) / shape.block_n)
@@ -153,6 +178,23 @@ def predict(shape: Shape, splits: int, case: Case, card: Card) -> float:
     if splits > 1:
         us += splits * case.T * case.H / 1e3 * merged + splits * split
     return us
+
+
+def _missed(shape: Shape, splits: int, case: Case, card: Card) -> float:
+    """Powers of two that the model misses by, averaged over the launches of this shape that were measured near this one."""
+    if not shape.seen:
+        return 0.0
+    places, missed = shape.misses
+    apart = (places - np.array(_place(shape, splits, case.T, case.H, case.keys, card.sms))) / _NEAR
+    weight = np.exp2(-(apart * apart).sum(1))
+    return float((weight * missed).sum() / (weight.sum() + _FAR))
+
+
+def _place(shape: Shape, splits: int, T: int, H: int, keys: int, sms: int) -> tuple[float, ...]:
+    """Where a launch stands among others, in powers of two: programs on an SM, tiles of a program, splits, rows to merge."""
+    programs = T * math.ceil(H / shape.block_h) * splits / sms
+    tiles = math.ceil(math.ceil(keys / splits) / shape.block_n)
+    return math.log2(programs), math.log2(max(1, tiles)), math.log2(splits), math.log2(T * H)
 
 
 def programs(case: Case, config: Config) -> tuple[int, int, int]:
