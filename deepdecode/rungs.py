@@ -107,6 +107,19 @@ def _portable() -> Ops:
     return replace(_fallback(), sparse_attn=portable)
 
 
+@cache
+def _tensor_cores() -> Ops:
+    from deepdecode.ops.fused import FUSED
+
+    return replace(_split(), **{entry: getattr(FUSED, entry) for entry in _ON_TENSOR_CORES})
+
+
+def _product() -> Ops:
+    from deepdecode.ops.fused import FUSED
+
+    return FUSED
+
+
 def _out_of(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
     """The same without the log-sum-exp."""
 
@@ -146,6 +159,9 @@ _PER_HEAD = _ENGINE + (
     "_apply_attn_sink: a program for each (token, head) without tensor cores, both caches a launch each, merged by torch"
 )
 
+# entries whose products were full float32 ones
+_ON_TENSOR_CORES = ("index_topk", "mhc_boundary", "head")
+
 RUNGS: tuple[Rung, ...] = (
     Rung(
         "0-padded",
@@ -165,4 +181,11 @@ RUNGS: tuple[Rung, ...] = (
     Rung("1", "tensor-core attention", _mma, _GLUE),
     Rung("2", "split keys", _split, _GLUE),
     Rung("2-portable", "split keys, the kernel of other cards", _portable, _GLUE, beside="2"),
+    Rung(
+        "3",
+        "tensor-core indexer and hyper-connections",
+        _tensor_cores,
+        {entry: text for entry, text in _GLUE.items() if entry not in _ON_TENSOR_CORES},
+    ),
+    Rung("4", "fused glue", _product),
 )

@@ -8,6 +8,7 @@ import torch
 
 from deepdecode.ops import reference
 from deepdecode.ops.compressor import compress
+from deepdecode.ops.fused import FUSED
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.rows import allocate, read_rows
 from deepdecode.ops.table import CompressorState, CompressorWeights
@@ -243,11 +244,23 @@ def test_rungs_are_named_and_say_what_they_mirror():
     assert "sparse_attn" not in rungs.RUNGS[2].mirrors
 
 
-def test_a_rung_changes_one_entry():
-    below = rungs.RUNGS[1].ops
+def changes(rung, below):
+    return {f.name for f in dataclasses.fields(REFERENCE) if getattr(rung.ops, f.name) is not getattr(below.ops, f.name)}
+
+
+def test_a_rung_differs_from_the_one_below_in_one_thing():
+    by_name = {rung.name: rung for rung in rungs.RUNGS}
+    steps = [("0", "0-padded"), ("1", "0"), ("2", "1"), ("2-portable", "1"), ("3", "2"), ("4", "3")]
+    for name, below in steps[:4]:
+        assert changes(by_name[name], by_name[below]) == {"sparse_attn"}
+    assert changes(by_name["3"], by_name["2"]) == {"index_topk", "mhc_boundary", "head"}
+    assert not changes(by_name["4"], by_name["3"]) & {"index_topk", "mhc_boundary", "head", "sparse_attn", "moe"}
+    assert by_name["4"].ops is FUSED
+    # what a rung mirrors is what it has of the fallback
     for rung in rungs.RUNGS:
-        other = {f.name for f in dataclasses.fields(below) if getattr(rung.ops, f.name) is not getattr(below, f.name)}
-        assert other <= {"sparse_attn"}
+        assert set(rung.mirrors) - {"sparse_attn"} == set(rungs.RUNGS[1].mirrors) - changes(rung, rungs.RUNGS[1]) - {
+            "sparse_attn"
+        }
 
 
 def test_padded_heads_change_nothing(monkeypatch, calls):

@@ -276,12 +276,12 @@ def test_a_graph_counts_its_nodes_and_runs_on_its_own_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 @pytest.mark.parametrize("name", ["tp8", "dp8ep8"])
-@pytest.mark.parametrize("rung", range(5))
+@pytest.mark.parametrize("rung", ["0-padded", "0", "1", "2", "2-portable", "3", "4"])
 def test_a_replay_is_the_eager_step(name, rung):
     from deepdecode.rungs import RUNGS
 
     made = cut(name, device="cuda")
-    step = made.graph(RUNGS[rung].ops, 9)
+    step = made.graph({r.name: r for r in RUNGS}[rung].ops, 9)
     for n in (0, 3, 127):
         made.reset()
         logits, tokens = run(step, n)
@@ -291,7 +291,7 @@ def test_a_replay_is_the_eager_step(name, rung):
         assert same_bits(step.logits, logits)
         assert torch.equal(step.tokens, tokens)
     assert logits.isfinite().all()
-    assert step.launches > 100
+    assert step.launches > 20
 
 
 @pytest.mark.gpu
