@@ -7,7 +7,7 @@ The weights are signed and raw: no softmax, no sigmoid. Query and keys carry the
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, readable
+from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -128,8 +128,17 @@ def _index_topk(
     topk: int,
 ) -> tuple[Tensor, Tensor]:
     """What `index_topk` gives, of arguments that it has checked: the kernel where there is one, else the reference."""
-    rows = PagedRows(keys, page_size, fmt)
-    return index_topk_ref(index_q, index_weights, rows, block_tables, slots, lens, topk)
+    args = (index_q, index_weights, PagedRows(keys, page_size, fmt), block_tables, slots, lens, topk)
+    if use_kernel(index_q):
+        from deepdecode.kernels import indexer as kernel  # the only import of Triton on this path
+
+        chosen = kernel.choose(*args)
+        if not isinstance(chosen, str):
+            kernel_runs["index_topk"] += 1
+            return chosen
+        shape = f"index_q {list(index_q.shape)}, {block_tables.shape[1] * page_size} entries, top {topk}, {fmt} keys"
+        fall_back("index_topk", shape, chosen)
+    return index_topk_ref(*args)
 
 
 _index_topk_op = torch.library.custom_op("deepdecode::index_topk", _index_topk, mutates_args=())
