@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 
 pytestmark = pytest.mark.gpu
 
-# operands are exact: float32 sums in another order, and one rounding to bfloat16 at the end
-FP32_STEP, BF16_STEP = 3e-6, 2.2e-3
+# operands are exact: float32 sums, which tensor cores cut instead of rounding, and one rounding to bfloat16 at the end
+FP32_STEP, BF16_STEP = 1e-5, 2.2e-3
 KINDS = ("fp8", "fp8_f32", "fp4", "bf16", "f32")
 # V4-Flash's fused sets whole, and a rank's eighth; then odd ones: one row, no multiple of 128, a tail of K
 SETS = {"q_kv": (1536, 4096), "rest": (2624, 4096), "q_b": (40960, 1024), "wo_b": (4096, 8192), "q_b of 8": (12288, 1024)}
@@ -36,7 +36,9 @@ def draw(T, *shape, kind, seed=0):
 
 def check(x, weight):
     want = x.double() @ dequantize(weight, torch.float64).T
-    assert worst_row_err(linear(x, weight, torch.float32), want) < FP32_STEP
+    # a row of one output can be near zero
+    error = worst_row_err if len(weight.data) > 1 else rel_err
+    assert error(linear(x, weight, torch.float32), want) < FP32_STEP * (1 if len(weight.data) > 1 else 10)
     assert rel_err(linear(x, weight), want) < BF16_STEP
 
 

@@ -18,11 +18,12 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from deepdecode.kernels import moe as kernel  # noqa: E402
-from deepdecode.kernels.moe_plan import Case, Config, plan, supports  # noqa: E402
+from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports  # noqa: E402
 
 FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 there
 LIMIT = 10.0
-SMALL = Config(block_i=16, block_k=64, block_m=32, block_k2=64, block_t=8, shared_t=8, slices=1, num_warps=2, num_stages=2)
+BLOCKS, SLICES = Tile(32, 64, slices=1, num_warps=2, num_stages=2), Tile(16, 32, slices=2, num_warps=2, num_stages=2)
+SMALL = Config(BLOCKS, SLICES, block_t=8, shared_t=8)
 
 
 def run(x, ids, weights, w, config=SMALL):
@@ -96,8 +97,11 @@ def test_plans_fit_every_card():
         for T in (1, 16, 64, 256, 512):
             for E, I in ((256, 2048), (256, 256), (32, 2048), (8, 64)):
                 config = plan(Case(T, 6, E, 4096, I, I), card)
-                assert max(2 * config.block_i, config.block_m) * config.block_k * config.num_stages < card.shared << 10
-                assert config.block_k <= 128 and config.block_k2 <= 128
+                for tile in (config.w13, config.w2):
+                    assert tile.rows * tile.block_k * tile.num_stages < card.shared << 10
+                    # FP8 scales stand for 128 columns, and a warp has 16 rows at least
+                    assert tile.block_k <= 128 and tile.slices in (1, tile.num_warps)
+                    assert tile.rows * tile.slices >= 16 * tile.num_warps
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def supports(case: Case, card: Card) -> str | None:
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
     block_t = next((size for size in (8, 16, 32) if size >= case.T), 64)
-    if block_t <= 16:
-        return Config(16, block_t, 128, slices=4, num_warps=4, num_stages=3)
+    if block_t <= 16 and case.out * case.groups < 65536:
+        if case.K >= 2048:
+            return Config(16, block_t, 128, slices=4, num_warps=4, num_stages=3)
+        return Config(32, block_t, 128, slices=2, num_warps=2, num_stages=2)
     return Config(64, block_t, 128 if case.weight != "float32" else 64, slices=1, num_warps=4, num_stages=3)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
-from deepdecode.kernels.moe_plan import Case, Config, plan, supports
+from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports
 from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
 
 # ids that a program looks at at once
@@ -305,6 +305,14 @@ def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl
     tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
+def _tile(tile: Tile) -> dict[str, int]:
+    """The part of a kernel's launch that its tile says."""
+    return {
+        "SLICES": tile.slices, "WARPS": tile.num_warps, "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
 def launch(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -339,8 +347,8 @@ def launch(
     scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
     e8m0 = [s.dtype == torch.uint8 for s in scales]
     shared_jobs = triton.cdiv(T, config.shared_t)
-    even13 = C % (config.slices * config.block_k) == 0
-    even2, shared_even2 = (width % (config.slices * config.block_k2) == 0 for width in (I, shared_I))
+    even13 = C % (config.w13.slices * config.w13.block_k) == 0
+    even2, shared_even2 = (width % (config.w2.slices * config.w2.block_k) == 0 for width in (I, shared_I))
     pdl = {"launch_pdl": True} if config.pdl else {}
     common = {
         "KIND": KINDS[kind],
@@ -349,15 +357,11 @@ def launch(
         "CHUNK": max(16, min(MAX_CHUNK, triton.next_power_of_2(pairs))),
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
-        "SLICES": config.slices,
-        "WARPS": config.num_warps,
         "PDL": config.pdl,
         "INTERPRET": not x.is_cuda,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
         **pdl,
     }
-    w13_kernel[triton.cdiv(max(I, shared_I), config.block_i), shared_jobs + slots](
+    w13_kernel[triton.cdiv(max(I, shared_I), config.w13.rows // 2), shared_jobs + slots](
         x,
         ids,
         weights,
@@ -387,11 +391,11 @@ def launch(
         E8M0=e8m0[0],
         SHARED_E8M0=e8m0[2],
         EVEN=even13,
-        BLOCK_I=config.block_i,
-        BLOCK_K=config.block_k,
+        BLOCK_I=config.w13.rows // 2,
+        **_tile(config.w13),
         **common,
     )
-    w2_kernel[triton.cdiv(C, config.block_m), shared_jobs + slots](
+    w2_kernel[triton.cdiv(C, config.w2.rows), shared_jobs + slots](
         h,
         shared_h,
         ids,
@@ -418,8 +422,8 @@ def launch(
         SHARED_E8M0=e8m0[3],
         EVEN=even2,
         SHARED_EVEN=shared_even2,
-        BLOCK_M=config.block_m,
-        BLOCK_K=config.block_k2,
+        BLOCK_M=config.w2.rows,
+        **_tile(config.w2),
         **common,
     )
     combine_kernel[T, triton.cdiv(C, 1024)](
@@ -482,14 +486,8 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     types |= {argument: "i32:16" for argument in function.arg_names if argument.startswith("stride_")}
     constants = {"KIND": KINDS[kind].value, "SHARED_KIND": KINDS[shared].value, "E8M0": True, "SHARED_E8M0": True, "EVEN": True}
     constants |= {"SHARED_EVEN": True, "BY_PAIR": True}
-    constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": config.block_i, "BLOCK_M": config.block_m, "BLOCK_T": config.block_t}
-    constants |= {
-        "SHARED_T": config.shared_t,
-        "SLICES": config.slices,
-        "WARPS": config.num_warps,
-        "PDL": config.pdl,
-        "INTERPRET": False,
-    }
-    constants |= {"BLOCK_K": config.block_k if name == "w13" else config.block_k2}
+    tile = config.w13 if name == "w13" else config.w2
+    constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": tile.rows // 2, "BLOCK_M": tile.rows, "BLOCK_T": config.block_t}
+    constants |= {"SHARED_T": config.shared_t, "PDL": config.pdl, "INTERPRET": False, **_tile(tile)}
     names = set(function.arg_names)
     return {k: v for k, v in types.items() if k in names}, {k: v for k, v in constants.items() if k in names}

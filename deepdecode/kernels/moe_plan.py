@@ -26,22 +26,27 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Config:
-    """w13 takes block_i columns of h and block_k of K at a time, w2 block_m and block_k2; block_t pairs, shared_t tokens.
+class Tile:
+    """What a program of one kernel takes: `rows` of the weight (of w13: half of the gate, half of up), block_k columns a step.
 
     slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
-    pdl: each kernel starts while the one before it ends.
     """
 
-    block_i: int
+    rows: int
     block_k: int
-    block_m: int
-    block_k2: int
-    block_t: int
-    shared_t: int
     slices: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time. pdl: start while the kernel before ends."""
+
+    w13: Tile
+    w2: Tile
+    block_t: int
+    shared_t: int
     pdl: bool = False
 
 
@@ -65,5 +70,6 @@ def plan(case: Case, card: Card) -> Config:
     """Choose the launches. The same case and card give the same ones, so a captured graph and its replay agree."""
     # tokens that an expert meets on average, if all are as likely
     block_t = 8 if case.T * case.top_k <= 4 * case.E else 16
-    shared_t = next((size for size in (8, 16) if size >= case.T), 32)
-    return Config(32, 128, 64, 128, block_t, shared_t, slices=1, num_warps=4, num_stages=4)
+    shared_t = 8 if case.T <= 8 else 16
+    whole = Tile(64, 128, slices=1, num_warps=4, num_stages=3)
+    return Config(whole, whole, block_t, shared_t)
