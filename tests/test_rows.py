@@ -100,7 +100,8 @@ def test_fp8_132_bytes_stand_where_the_layout_says(place, device):
     write_rows(rows, at(64 + place, device=device), values[None])
     page = rows.data[1].cpu()
     scale = page[64 * 128 + 4 * place :][:4].clone().view(torch.float32).item()
-    assert scale == (values.abs().max().cpu() / 448).item()
+    # a GPU multiplies by 1 / 448: the last bit may differ
+    assert scale == pytest.approx((values.abs().max().cpu() / 448).item(), rel=2**-23 if device.type == "cuda" else 0, abs=0)
     read = torch.tensor([e4m3(code) * scale for code in page[place * 128 : (place + 1) * 128].tolist()])
     assert rel_err(read, values.cpu()) < E4M3_STEP
     assert same_bits(read.float(), read_rows(rows, at(64 + place, device=device))[0].cpu())

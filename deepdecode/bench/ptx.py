@@ -53,8 +53,8 @@ def attention_as_ptx(inputs: AttentionInputs, arch: int) -> torch.Tensor:
         "window_page": window.page_size, "extra_page": extra.page_size, "window_stride": words[0].stride(0),
         "extra_stride": words[1].stride(0), "splits": config.splits, "split_keys": config.split_keys,
     }  # fmt: skip
-    for side, cache in (("window", window), ("extra", extra)):
-        numbers[f"{side}_magic"], numbers[f"{side}_shift"] = kernel.reciprocal(cache.page_size)
+    for name, size in (("window", window.page_size), ("extra", extra.page_size), ("splits", config.splits)):
+        numbers[f"{name}_magic"], numbers[f"{name}_shift"] = kernel.reciprocal(size)
     values, kinds = [], []
     for argument in kernel.split_kernel.arg_names:
         kind = types.get(argument, "").partition(":")[0]

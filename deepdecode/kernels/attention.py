@@ -71,14 +71,17 @@ def _find(key, first, last, lists, rows):
 
 
 @triton.jit
-def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
-    """Addresses int64 [N] of each key's row and of its scales, 0 where it has none. One key a thread: both sets, added up.
+def _divide(n, magic, shift):
+    """n // size for the size whose `reciprocal` magic and shift are, int32."""
+    return tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32, bitcast=True)).to(tl.int32) >> shift
 
-    index // size is the high word of 2 * index * magic, shifted (`reciprocal`).
-    """
+
+@triton.jit
+def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
+    """Addresses int64 [N] of each key's row and of its scales, 0 where it has none. One key a thread: both sets, added up."""
     live = index >= 0
     i = tl.where(live, index, 0)
-    page = tl.umulhi((i * 2).to(tl.uint32), magic.to(tl.uint32, bitcast=True)).to(tl.int32) >> shift
+    page = _divide(i, magic, shift)
     place = i - page * size
     start = pages + page.to(tl.int64) * stride
     row = tl.sum(tl.where(live, start + place * ROW, 0), 1)
@@ -144,20 +147,28 @@ def _attend(
 
 
 @triton.jit
-def _load_q(ptr, row, mask, FP8: tl.constexpr):
-    """Four [128, BLOCK_H] of rows of 512 values in the order of a tile's quarters; `row` counts them, [BLOCK_H]."""
+def _load_q(ptr, row, mask, FP8: tl.constexpr, PACKED: tl.constexpr):
+    """Four [128, BLOCK_H] of rows of 512 values in the order of a tile's quarters; `row` counts them, [BLOCK_H].
+
+    PACKED: the four bfloat16 of a word of codes in one load.
+    """
     i = tl.arange(0, 128)[:, None]
-    at = ptr + row[None, :] * 512
-    if FP8:
-        mask = mask[None, :] & (i < 112)
-        at += 4 * i
-        STEP: tl.constexpr = 1
+    mask = mask[None, :] & (i < (112 if FP8 else 128))
+    if PACKED:
+        words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, mask=mask, other=0)
+        q0, q1, q2, q3 = _short(words), _short(words >> 16), _short(words >> 32), _short(words >> 48)
     else:
-        mask = mask[None, :] & (i < 128)
-        at += i
-        STEP: tl.constexpr = 128
-    q0, q1 = tl.load(at, mask=mask, other=0.0), tl.load(at + STEP, mask=mask, other=0.0)
-    return q0, q1, tl.load(at + 2 * STEP, mask=mask, other=0.0), tl.load(at + 3 * STEP, mask=mask, other=0.0)
+        FIRST: tl.constexpr = 4 if FP8 else 1
+        STEP: tl.constexpr = 1 if FP8 else 128
+        at = ptr + row[None, :] * 512 + FIRST * i
+        q0, q1 = tl.load(at, mask=mask, other=0.0), tl.load(at + STEP, mask=mask, other=0.0)
+        q2, q3 = tl.load(at + 2 * STEP, mask=mask, other=0.0), tl.load(at + 3 * STEP, mask=mask, other=0.0)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _short(x):
+    return (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -188,7 +199,7 @@ def _store(ptr, row, mask, a0, a1, a2, a3, a_rope, TYPE: tl.constexpr, FP8: tl.c
 @triton.jit(
     do_not_specialize=[
         "H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "window_magic",
-        "extra_magic", "window_shift", "extra_shift", "splits", "split_keys",
+        "extra_magic", "window_shift", "extra_shift", "splits", "splits_magic", "splits_shift", "split_keys",
     ]
 )  # fmt: skip
 def split_kernel(
@@ -220,6 +231,8 @@ def split_kernel(
     window_stride,
     extra_stride,
     splits,
+    splits_magic,
+    splits_shift,
     split_keys,
     FP8: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -243,7 +256,7 @@ def split_kernel(
     extra_len = tl.minimum(tl.maximum(tl.load(extra_lens_ptr + t), 0), extra_keys)
     keys = window_len + extra_len
     # deterministic: the cut depends on the row alone, not on how many programs the batch wants
-    per = split_keys if split_keys > 0 else tl.cdiv(keys, splits)
+    per = split_keys if split_keys > 0 else _divide(keys + splits - 1, splits_magic, splits_shift)
     begin = part * per
     end = tl.minimum(begin + per, keys)
 
@@ -272,7 +285,7 @@ def split_kernel(
 
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < H
-    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
+    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8, FP8 and not INTERPRET)
     q_rope = tl.load(
         q_ptr + (t * H + head)[None, :] * 512 + 448 + tl.arange(0, 64)[:, None], mask=head_live[None, :], other=0.0
     )
@@ -317,7 +330,7 @@ def split_kernel(
                 for n in range(begin, end, BLOCK_N):
                     v0, v1, v2, v3 = _quarters(x, scale, "bfloat16", BLOCK_N)
                     # read again: kept, they would double what q takes of shared memory
-                    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8)
+                    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8, False)
                     low, sums, a0, a1, a2, a3, a_rope = _attend(
                         v0, v1, v2, v3, tl.reshape(rope, (BLOCK_N, 64)), q0, q1, q2, q3, q_rope, live, scale_log2, low, sums,
                         a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
@@ -467,6 +480,7 @@ def _launch_split(
         window_words.stride(0),
         extra_words.stride(0),
         splits,
+        *reciprocal(splits),
         config.split_keys,
         FP8=window.fmt == "fp8_584",
         HAS_SINK=sink is not None,
@@ -503,7 +517,7 @@ def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tup
     pointers |= dict.fromkeys(("window_indices", "extra_indices", "window_lens", "extra_lens"), "i32")
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in pointers.items()} | {"scale_log2": "fp32"}
     sizes = ("H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys")
-    sizes += ("window_magic", "extra_magic", "window_shift", "extra_shift")
+    sizes += ("window_magic", "extra_magic", "window_shift", "extra_shift", "splits_magic", "splits_shift")
     types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(
         ("window_stride", "extra_stride"), "i32:16" if config.align == 16 else "i32"
     )
