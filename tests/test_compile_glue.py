@@ -39,7 +39,7 @@ def mhc_read(arch, C=4096, rows=24):
     from deepdecode.kernels import mhc as kernel
 
     config = kernel.plan(C, arch)
-    types = pointers(streams="bf16", part="fp32", sums="fp32", base="fp32", scale="fp32", norm="bf16", x="bf16")
+    types = pointers(streams="bf16", part="fp32", base="fp32", scale="fp32", norm="bf16", x="bf16")
     types |= pointers(post="fp32", comb="fp32") if rows == 24 else {}
     types |= {"T": "i32", "C": "i32:16", "splits": "i32:16", "iters": "i32", "norm_eps": "fp32", "hc_eps": "fp32"}
     splits, block_c = (128, 4096) if C == 4096 else (256, 8192)

@@ -55,7 +55,7 @@ def run(args, config):
 
 
 # one token over many parts, odd, two blocks of tokens; widths that are no power of two
-@pytest.mark.parametrize(("T", "C"), [(1, 1024), (3, 96), (17, 32)])
+@pytest.mark.parametrize(("T", "C"), [(1, 1024), (3, 96), (9, 32)])
 @pytest.mark.parametrize("first", [False, True], ids=["after a sublayer", "first"])
 @pytest.mark.parametrize("rows", [24, 4], ids=["layer", "head"])
 def test_interpreted_matches_reference(T, C, first, rows):
@@ -84,10 +84,10 @@ def test_sinkhorn_steps():
 
 
 def test_a_token_does_not_see_its_batch():
-    args = inputs(18, 32)
+    args = inputs(10, 32)
     whole = run(args, kernel.plan(32, 80))
-    alone = run([a[17:] if i < 4 else a for i, a in enumerate(args)], kernel.plan(32, 80))
-    assert all(same_bits(a[17:], b) for a, b in zip(whole, alone, strict=True))
+    alone = run([a[9:] if i < 4 else a for i, a in enumerate(args)], kernel.plan(32, 80))
+    assert all(same_bits(a[9:], b) for a, b in zip(whole, alone, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

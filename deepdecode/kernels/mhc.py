@@ -32,7 +32,7 @@ class Config:
 
 def plan(C: int, arch: int) -> Config:
     """Choose both launches. Pure; nothing depends on the number of tokens."""
-    return Config(block_c=32, block_t=16, mix_warps=4, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
+    return Config(block_c=32, block_t=8, mix_warps=2, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
 
 
 def supports(T: int, C: int, streams: str, fn: str) -> str | None:
@@ -180,23 +180,54 @@ def _balance4(a, b, c, d, eps, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, width, base, scale, ROWS: tl.constexpr, BLOCK_R, BLOCK_S):
-    """Row r of the product over the root mean square, times its scale, plus its base; to sums_ptr, for all threads."""
-    s = tl.arange(0, BLOCK_S)
-    r = tl.arange(0, BLOCK_R)
-    at = part_ptr + (s[:, None] * T + t) * BLOCK_R + r[None, :]
-    m = tl.sum(tl.load(at, mask=(s < splits)[:, None], other=0.0), 0)  # [BLOCK_R]
-    squares = tl.sum(tl.where(r == ROWS, m, 0.0))
-    m = m * tl.rsqrt(squares / width + norm_eps) * scale + base
-    # memory hands each thread every row at once; taken out of registers, each row would cross shared memory by itself
-    tl.store(sums_ptr + r, m)
-    tl.debug_barrier()
-    return m
+def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
-def _logits4(sums_ptr, i: tl.constexpr, eps, INTERPRET: tl.constexpr):
-    a, b, c, d = _row(sums_ptr, i), _row(sums_ptr, i + 1), _row(sums_ptr, i + 2), _row(sums_ptr, i + 3)
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def _parts(at, i: tl.constexpr, live):
+    return tl.load(at + i, mask=live, other=0.0)  # [BLOCK_S]
+
+
+@triton.jit
+def _first5(at, live, FIRST: tl.constexpr, SQUARES: tl.constexpr):
+    """Sums of rows FIRST..FIRST + 3 and of the squares, in one pass through shared memory."""
+    a, b, c = _parts(at, FIRST, live), _parts(at, FIRST + 1, live), _parts(at, FIRST + 2, live)
+    return tl.reduce((a, b, c, _parts(at, FIRST + 3, live), _parts(at, SQUARES, live)), 0, _add5)
+
+
+@triton.jit
+def _next8(at, live, FIRST: tl.constexpr):
+    a, b, c, d = (
+        _parts(at, FIRST, live),
+        _parts(at, FIRST + 1, live),
+        _parts(at, FIRST + 2, live),
+        _parts(at, FIRST + 3, live),
+    )
+    e, f, g, h = (
+        _parts(at, FIRST + 4, live),
+        _parts(at, FIRST + 5, live),
+        _parts(at, FIRST + 6, live),
+        _parts(at, FIRST + 7, live),
+    )
+    return tl.reduce((a, b, c, d, e, f, g, h), 0, _add8)
+
+
+@triton.jit
+def _gate(m, rms, scale, base_ptr, i: tl.constexpr):
+    return 1.0 / (1.0 + tl.exp(-(m * rms * scale + tl.load(base_ptr + i))))
+
+
+@triton.jit
+def _mix4(a, b, c, d, unit, base_ptr, i: tl.constexpr, eps, INTERPRET: tl.constexpr):
+    """One row of comb before its first column step: softmax of four logits, plus eps."""
+    a, b = a * unit + tl.load(base_ptr + i), b * unit + tl.load(base_ptr + i + 1)
+    c, d = c * unit + tl.load(base_ptr + i + 2), d * unit + tl.load(base_ptr + i + 3)
     return _softmax4(a, b, c, d, eps, INTERPRET)
 
 
@@ -208,16 +239,10 @@ def _store4(ptr, a, b, c, d):
     tl.store(ptr + 3, d)
 
 
-@triton.jit
-def _row(sums_ptr, i: tl.constexpr):
-    return tl.load(sums_ptr + i, cache_modifier=".cg")
-
-
 @triton.jit(do_not_specialize=["T"])
 def mhc_read_kernel(
     streams_ptr,
     part_ptr,
-    sums_ptr,
     base_ptr,
     scale_ptr,
     norm_ptr,
@@ -239,15 +264,13 @@ def mhc_read_kernel(
 ):
     """Program (t, 0) reads and norms token t's input; (t, 1) makes the gates that the next boundary writes with."""
     t = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    r = tl.arange(0, BLOCK_R)
-    base = tl.load(base_ptr + r, mask=r < ROWS, other=0.0)
-    scale = tl.load(scale_ptr + tl.minimum(r // 4, 2), mask=r < ROWS, other=0.0)
+    s = tl.arange(0, BLOCK_S)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    sums_ptr += (t * 2 + part) * BLOCK_R
-    if part == 0:
+    at = part_ptr + (s * T + t) * BLOCK_R
+    live = s < splits
+    if tl.program_id(1) == 0:
         c = tl.arange(0, BLOCK_C)
         stream = streams_ptr + t * 4 * C + c
         h0 = tl.load(stream, mask=c < C, other=0.0)
@@ -255,22 +278,31 @@ def mhc_read_kernel(
         h2 = tl.load(stream + 2 * C, mask=c < C, other=0.0)
         h3 = tl.load(stream + 3 * C, mask=c < C, other=0.0)
         norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, 4 * C, base, scale, ROWS, BLOCK_R, BLOCK_S)
-        g0 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 0))) + hc_eps
-        g1 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 1))) + hc_eps
-        g2 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 2))) + hc_eps
-        g3 = 1.0 / (1.0 + tl.exp(-_row(sums_ptr, 3))) + hc_eps
+        scale = tl.load(scale_ptr)
+        g0, g1, g2, g3, squares = _first5(at, live, 0, ROWS)
+        rms = tl.rsqrt(squares / (4 * C) + norm_eps)
+        g0 = _gate(g0, rms, scale, base_ptr, 0) + hc_eps
+        g1 = _gate(g1, rms, scale, base_ptr, 1) + hc_eps
+        g2 = _gate(g2, rms, scale, base_ptr, 2) + hc_eps
+        g3 = _gate(g3, rms, scale, base_ptr, 3) + hc_eps
         x = g0 * h0.to(tl.float32) + g1 * h1.to(tl.float32) + (g2 * h2.to(tl.float32) + g3 * h3.to(tl.float32))
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x) / C + norm_eps) * norm
         tl.store(x_ptr + t * C + c, x.to(x_ptr.dtype.element_ty), mask=c < C)
     elif ROWS == 24:
-        m = _sums(part_ptr, sums_ptr, t, T, splits, norm_eps, 4 * C, base, scale, ROWS, BLOCK_R, BLOCK_S)
-        tl.store(post_ptr + t * 4 + r - 4, 2.0 / (1.0 + tl.exp(-m)), mask=(r >= 4) & (r < 8))
-        c00, c01, c02, c03 = _logits4(sums_ptr, 8, hc_eps, INTERPRET)
-        c10, c11, c12, c13 = _logits4(sums_ptr, 12, hc_eps, INTERPRET)
-        c20, c21, c22, c23 = _logits4(sums_ptr, 16, hc_eps, INTERPRET)
-        c30, c31, c32, c33 = _logits4(sums_ptr, 20, hc_eps, INTERPRET)
+        p0, p1, p2, p3, squares = _first5(at, live, 4, ROWS)
+        c00, c01, c02, c03, c10, c11, c12, c13 = _next8(at, live, 8)
+        c20, c21, c22, c23, c30, c31, c32, c33 = _next8(at, live, 16)
+        rms = tl.rsqrt(squares / (4 * C) + norm_eps)
+        scale = tl.load(scale_ptr + 1)
+        p0, p1 = _gate(p0, rms, scale, base_ptr, 4), _gate(p1, rms, scale, base_ptr, 5)
+        p2, p3 = _gate(p2, rms, scale, base_ptr, 6), _gate(p3, rms, scale, base_ptr, 7)
+        _store4(post_ptr + t * 4, 2.0 * p0, 2.0 * p1, 2.0 * p2, 2.0 * p3)
+        unit = rms * tl.load(scale_ptr + 2)
+        c00, c01, c02, c03 = _mix4(c00, c01, c02, c03, unit, base_ptr, 8, hc_eps, INTERPRET)
+        c10, c11, c12, c13 = _mix4(c10, c11, c12, c13, unit, base_ptr, 12, hc_eps, INTERPRET)
+        c20, c21, c22, c23 = _mix4(c20, c21, c22, c23, unit, base_ptr, 16, hc_eps, INTERPRET)
+        c30, c31, c32, c33 = _mix4(c30, c31, c32, c33, unit, base_ptr, 20, hc_eps, INTERPRET)
         c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
         c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
         c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
@@ -316,7 +348,6 @@ def launch(
     splits = triton.cdiv(C, config.block_c)
     out = streams if y is None else torch.empty_like(streams)
     part = torch.empty(splits, T, block_r, dtype=torch.float32, device=streams.device)
-    sums = torch.empty(T, 2, block_r, dtype=torch.float32, device=streams.device)
     x = torch.empty(T, C, dtype=streams.dtype, device=streams.device)
     site = rows == SITE_ROWS
     new_post = torch.empty(T, 4, dtype=torch.float32, device=streams.device) if site else None
@@ -345,7 +376,6 @@ def launch(
     mhc_read_kernel[T, 2 if site else 1](
         out,
         part,
-        sums,
         base,
         scale,
         norm,

@@ -1,7 +1,7 @@
 """The next token of each row in one launch: greedy rows read their logits once, others as often as their nucleus needs.
 
-One program a row, so nothing outside a row can change it. Probabilities and their sums over a block are float32, sums over
-blocks float64; the random number is `ops.sample.uniform_ref`'s to the bit. Beside the float64 reference, a token differs only
+One program a row, so nothing outside a row can change it. Probabilities and sums of a few of them are float32, longer
+sums float64; the random number is `ops.sample.uniform_ref`'s to the bit. Beside the float64 reference, a token differs only
 where the random number, or top_p, falls within float32's rounding of a boundary between two tokens.
 """
 
@@ -74,33 +74,41 @@ def sample_kernel(
         top = tl.max(best, 0)
         peak = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         unit = (1.0 / temperature).to(tl.float32)
-        total = tl.zeros([], tl.float64)
+        sums = tl.zeros([BLOCK], tl.float32)
         for first in range(0, V, BLOCK):
             i = first + lane
             x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
-            total += tl.sum(_weights(x, peak, unit), 0).to(tl.float64)
+            sums += _weights(x, peak, unit)
+        total = tl.sum(sums.to(tl.float64), 0)
         top_p = tl.load(top_p_ptr + t).to(tl.float64)
         # the nucleus: all above `bar`, and of those equal to it the `equals` of the lowest ids
         bar = tl.full([], -0x7FFFFFFF, tl.int32)
-        equals = tl.full([], 0x7FFFFFFF, tl.int64)
+        equals = tl.full([], 0x7FFFFFFFFFFF, tl.int64)
         if top_p < 1:
             goal = top_p * total
-            # what lies above `low` sums to the goal or more, what lies above `high` to less
+            # what lies above `low` sums to the goal or more, what lies above `high` to less; each pass leaves a quarter
             low = tl.full([], -0x80000000, tl.int64)
             high = top.to(tl.int64)
             above = tl.zeros([], tl.float64)
             while high - low > 1:
-                middle = (low + high) >> 1
-                some = tl.zeros([], tl.float64)
+                m1, m2, m3 = low + ((high - low) >> 2), low + ((high - low) >> 1), low + ((3 * (high - low)) >> 2)
+                sums1 = tl.zeros([BLOCK], tl.float32)
+                sums2 = tl.zeros([BLOCK], tl.float32)
+                sums3 = tl.zeros([BLOCK], tl.float32)
                 for first in range(0, V, BLOCK):
                     i = first + lane
                     x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
-                    more = tl.where(_order(x) > middle.to(tl.int32), _weights(x, peak, unit), 0.0)
-                    some += tl.sum(more, 0).to(tl.float64)
-                less = some < goal
-                above = tl.where(less, some, above)
-                high = tl.where(less, middle, high)
-                low = tl.where(less, low, middle)
+                    order, weight = _order(x), _weights(x, peak, unit)
+                    sums1 += tl.where(order > m1.to(tl.int32), weight, 0.0)
+                    sums2 += tl.where(order > m2.to(tl.int32), weight, 0.0)
+                    sums3 += tl.where(order > m3.to(tl.int32), weight, 0.0)
+                above1 = tl.sum(sums1.to(tl.float64), 0)
+                above2 = tl.sum(sums2.to(tl.float64), 0)
+                above3 = tl.sum(sums3.to(tl.float64), 0)
+                new_low = tl.where(above3 >= goal, m3, tl.where(above2 >= goal, m2, tl.where(above1 >= goal, m1, low)))
+                new_high = tl.where(above1 < goal, m1, tl.where(above2 < goal, m2, tl.where(above3 < goal, m3, high)))
+                above = tl.where(above1 < goal, above1, tl.where(above2 < goal, above2, tl.where(above3 < goal, above3, above)))
+                low, high = new_low, new_high
             bar = high.to(tl.int32)
             value = (bar ^ ((bar >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             each = _weights(value, peak, unit).to(tl.float64)
@@ -114,24 +122,25 @@ def sample_kernel(
         passed = tl.zeros([], tl.float64)
         seen = tl.zeros([], tl.int64)
         found = tl.full([], 0x7FFFFFFF, tl.int32)
-        for first in range(0, V, BLOCK):
+        first = 0
+        while (first < V) & (found == 0x7FFFFFFF):
             i = first + lane
             x = tl.load(row + i, mask=i < V, other=float("-inf")).to(tl.float32)
             order = _order(x)
             same = (order == bar).to(tl.int32)
-            weight = tl.where(i < V, _weights(x, peak, unit), 0.0)
             count = tl.sum(same, 0).to(tl.int64)
-            kept = order > bar
-            if seen < equals:
+            kept = (order > bar) | ((same == 1) & (seen + count <= equals))
+            if (seen < equals) & (seen + count > equals):
                 # this block's first ones of those equal to the bar
-                kept = kept | ((same == 1) & (tl.cumsum(same, 0) <= (equals - seen)))
-            weight = tl.where(kept, weight, 0.0)
+                kept = (order > bar) | ((same == 1) & (tl.cumsum(same, 0) <= (equals - seen)))
+            weight = tl.where(kept & (i < V), _weights(x, peak, unit), 0.0)
             some = tl.sum(weight, 0).to(tl.float64)
-            if (passed <= goal) & (passed + some > goal):
+            if passed + some > goal:
                 below = tl.cumsum(weight, 0).to(tl.float64) + passed
                 found = tl.min(tl.where((below > goal) & (weight > 0), i, 0x7FFFFFFF), 0)
             passed += some
             seen += count
+            first += BLOCK
         # where rounding leaves none, the largest
         token = tl.where(found < V, found, token)
     tl.store(out_ptr + t, token.to(tl.int64))
