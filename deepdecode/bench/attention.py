@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def measure(
 ) -> dict[str, Any]:
     """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
     row: dict[str, Any] = {"op": "attention", "implementation": name, **vars(case), **note}
-    inputs = inputs_for(case)
+    inputs, want = _checked(case)
     out = torch.full_like(inputs.q, float("nan"))
     try:
         call = runner(inputs, out)
@@ -144,7 +145,6 @@ def measure(
         torch.cuda.synchronize()
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[:200]}
-    want = reference(inputs)
     row["rel_err"] = rel_err(out[: len(want)], want)
     row["worst_row_err"] = worst_row_err(out[: len(want)], want)
     if not (row["rel_err"] < MAX_ERR and row["worst_row_err"] < MAX_ROW_ERR) and name in BOUND:
@@ -152,7 +152,7 @@ def measure(
     warm = time_graph([call], limit_s=limit_s)
     row |= {"us_warm": warm.us, "us_warm_low": warm.low, "us_warm_high": warm.high}
     if rotate:
-        rotated = time_graph(_rotation(case, inputs, out, runner), limit_s=limit_s)
+        rotated = time_graph([runner(pool, out) for pool in _pools(case)], limit_s=limit_s)
         row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
     return row
 
@@ -166,42 +166,48 @@ def measure_as_ptx(case: Sized, arch: int) -> dict[str, Any]:
     from deepdecode.bench.ptx import attention_as_ptx
 
     row: dict[str, Any] = {"op": "attention", "implementation": ptx_name(arch), **vars(case), "ptx_arch": arch}
-    inputs = inputs_for(case)
+    inputs, want = _checked(case)
     try:
         out = attention_as_ptx(inputs, arch)
     except (ImportError, RuntimeError) as error:
         return row | {"error": f"{type(error).__name__}: {error}"[:200]}
-    want = reference(inputs)
     row["rel_err"] = rel_err(out[: len(want)], want)
     row["worst_row_err"] = worst_row_err(out[: len(want)], want)
     good = row["rel_err"] < MAX_ERR and row["worst_row_err"] < MAX_ROW_ERR
     return row if good else row | {"error": "outside the error bounds"}
 
 
-def _rotation(case: Sized, inputs: AttentionInputs, out: torch.Tensor, runner: Runner) -> list[Callable[[], Any]]:
-    """Calls on pools that together are larger than L2 several times over."""
+# an implementation and its rivals are measured one after the other, on the same tensors
+@lru_cache(maxsize=1)
+def _checked(case: Sized) -> tuple[AttentionInputs, torch.Tensor]:
+    inputs = inputs_for(case)
+    return inputs, reference(inputs)
+
+
+@lru_cache(maxsize=1)
+def _pools(case: Sized) -> list[AttentionInputs]:
+    """Inputs that together are larger than L2 several times over."""
     nbytes, _ = work(Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt))
-    l2 = card_of(inputs.q.device).l2 << 20
+    l2 = card_of(torch.device("cuda", torch.cuda.current_device())).l2 << 20
     count = max(2, min(400, -(-ROTATE_L2 * l2 // nbytes)))
     pool = inputs_for(case, rows=min(1 << 20, max(case.window_keys, case.extra_keys) * case.T * count))
-    calls = []
-    for n in range(count):
-        generator = torch.Generator("cuda").manual_seed(n)
+    generator = torch.Generator("cuda").manual_seed(0)
 
-        def fresh(indices: torch.Tensor, rows: int, generator: torch.Generator = generator) -> torch.Tensor:
-            return torch.randint(rows, indices.shape, generator=generator, device="cuda", dtype=torch.int32)
+    def fresh(indices: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.randint(rows, indices.shape, generator=generator, device="cuda", dtype=torch.int32)
 
+    pools = []
+    for _ in range(count):
         changed = {"window_indices": fresh(pool.window_indices, pool.window.num_rows)}
         if pool.extra is not None and pool.extra_indices is not None:
             changed["extra_indices"] = fresh(pool.extra_indices, pool.extra.num_rows)
-        calls.append(runner(replace(pool, **changed), out))
-    return calls
+        pools.append(replace(pool, **changed))
+    return pools
 
 
 def best_of(case: Sized, configs: Iterable[Config], *, limit_s: float = 0.1) -> list[tuple[float, Config]]:
     """Warm time of every config that passes the check, fastest first."""
-    inputs = inputs_for(case)
-    want = reference(inputs)
+    inputs, want = _checked(case)
     timed = []
     for config in configs:
         out = torch.full_like(inputs.q, float("nan"))

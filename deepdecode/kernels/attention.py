@@ -40,7 +40,7 @@ def _spread(x, N: tl.constexpr):
 
 @triton.jit
 def _quarters(x, scale, FORM: tl.constexpr, N: tl.constexpr):
-    """int32 [N, 8, 16] of codes, E8M0 int32 [N, 8, 4] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
+    """Codes int32 [N, 8, 16], E8M0 int32 [N, 8, 4] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
     if FORM == "interpreted":
         scale = _spread(scale, N)
         s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))
