@@ -22,6 +22,7 @@ from deepdecode.kernels.codes import (
     fp8_natural,
     fp8_order,
     fp8_values,
+    times,
 )
 
 
@@ -96,7 +97,8 @@ def product(
             next_scale = tl.load(scale_at + (at + STEP) // 32, mask=ahead[:, :, None] + 32 * group < K, other=0)
             # a group's scale, once for each of its columns
             scale = tl.broadcast_to(scale[:, :, :, None], (WARPS, R, BLOCK_K // 32, 32))
-            w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET) * tl.reshape(scale, (WARPS, R, BLOCK_K))
+            w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET)
+            w = times(w, tl.reshape(scale, (WARPS, R, BLOCK_K)), INTERPRET)
             x = fp4_order(x, SLICES, BLOCK_K, N)
         else:
             live = ((start + k < K) | EVEN)[:, None, :]
