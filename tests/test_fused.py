@@ -13,7 +13,7 @@ from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, same_bits
 from deepdecode.tiny import tiny_dir
 
-# bfloat16 roundings that fall otherwise, through four layers and FP8 rows; measured 6e-3 to 1e-2
+# bfloat16 roundings that fall otherwise, through four layers and FP8 rows: 1.3e-2 on an H200, as far as bfloat16 is from float32
 LOGITS = 3e-2
 OWN = ("mhc_boundary", "attn_in", "q_proj", "attn_prepare", "attn_out", "route", "head", "sample")
 

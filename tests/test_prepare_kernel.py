@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from deepdecode.kernels import prepare as kernel  # noqa: E402
-from deepdecode.kernels.rotate import e4m3, sincos  # noqa: E402
+from deepdecode.kernels.rotate import e4m3, quotient, sincos  # noqa: E402
 
 F32 = 3e-6  # float32 in another order
 CODE = 2**-4  # one step of E4M3, where a value fell on the other side of a tie; the interpreter also cuts bfloat16 off
@@ -137,6 +137,23 @@ def sincos_kernel(x_ptr, cos_ptr, sin_ptr, N: tl.constexpr):
     cos, sin = sincos(tl.load(x_ptr + i), False)
     tl.store(cos_ptr + i, cos)
     tl.store(sin_ptr + i, sin)
+
+
+@triton.jit
+def quotient_kernel(x_ptr, by_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, quotient(tl.load(x_ptr + i), tl.load(by_ptr + i), False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_quotients_are_the_nearest():
+    x = torch.randn(1 << 14, device="cuda") * torch.exp2(torch.randint(-20, 20, (1 << 14,), device="cuda").float())
+    x[: 1 << 13] = x[: 1 << 13].bfloat16().float()
+    by = (x.abs().roll(1) + 1e-4) / 448
+    out = torch.empty_like(x)
+    quotient_kernel[1,](x, by, out, 1 << 14)
+    assert same_bits(out, x / by)
 
 
 @pytest.mark.gpu

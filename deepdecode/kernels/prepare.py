@@ -21,6 +21,7 @@ from deepdecode.kernels.rotate import (
     hadamard,
     magnitude,
     normed,
+    quotient,
     rotate,
     row_scale,
     turn,
@@ -150,7 +151,7 @@ def _compress(
             if not FP8:
                 write_plain(x, cache_ptr, entry, rows, page_size, stride, D)
             elif HADAMARD:
-                write_132(x, cache_ptr, entry, rows, page_size, stride)
+                write_132(x, cache_ptr, entry, rows, page_size, stride, INTERPRET)
             else:
                 write_584(x, cache_ptr, entry, rows, page_size, stride)
 
@@ -272,8 +273,8 @@ def rope_prepare_kernel(
                 x = _rounded(hadamard(x.to(q_ptr.dtype.element_ty), INDEX_D), q_ptr)
                 out = index_q_out_ptr + t * (INDEX_H * INDEX_D) + at
                 if KEYS_FP8:
-                    scale = row_scale(tl.max(magnitude(x), 1))  # [16]
-                    codes = e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+                    scale = row_scale(tl.max(magnitude(x), 1), INTERPRET)  # [16]
+                    codes = e4m3(quotient(x, scale[:, None], INTERPRET))
                     tl.store(out, codes.to(tl.uint8), mask=known[:, None])
                     weight = weight * scale
                 else:
