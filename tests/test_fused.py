@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from deepdecode.checkpoint import load_model
+from deepdecode.ops import _check, fused, reference
 from deepdecode.ops._check import kernel_runs
 from deepdecode.ops.fused import FUSED
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, same_bits
+from deepdecode.testing.steps import contiguous, prepare_inputs
 from deepdecode.tiny import tiny_dir
 
-# bfloat16 roundings that fall otherwise, through four layers and FP8 rows: 1.3e-2 on an H200, as far as bfloat16 is from float32
+# bfloat16 roundings that fall otherwise, through four layers and FP8 rows: 1.3e-2 on an H200, as far as from float32
 LOGITS = 3e-2
 OWN = ("mhc_boundary", "attn_in", "q_proj", "attn_prepare", "attn_out", "route", "head", "sample")
 
@@ -40,6 +42,42 @@ def decode(ops, device, steps=6):
 
 def test_off_the_gpu_it_is_the_reference():
     assert same_bits(decode(FUSED, "cpu", steps=2), decode(REFERENCE, "cpu", steps=2))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Every CPU tensor taken for one of a GPU: what no kernel covers must come back from the reference."""
+    monkeypatch.setattr(fused, "use_kernel", lambda tensor: True)
+    monkeypatch.setattr(fused, "arch", lambda tensor: 90)
+    monkeypatch.setattr(_check, "_said", set())
+
+
+def test_what_no_kernel_covers_is_said_and_done_by_the_reference(as_on_a_gpu, caplog):
+    x = torch.randn(3, 64)
+    got = fused.rms_norm(x, x[0], 1e-6)
+    assert same_bits(got, reference.rms_norm(x, x[0], 1e-6))
+    assert caplog.messages == [
+        "rms_norm: no kernel for x [3, 64]: x must be bfloat16 and C at most 16384, got float32 and 64; the reference runs"
+    ]
+    case = prepare_inputs([3, 8], 4, H=2, dtype=torch.float32)
+    other = case.again()
+    got, want = (
+        fused.attn_prepare(*case.args()),
+        reference.attn_prepare(*replace(other, inputs=contiguous(other.inputs)).args()),
+    )
+    assert same_bits(got.q, want.q)
+    assert same_bits(case.cache.window.data, other.cache.window.data)
+    assert caplog.messages[1].startswith("attn_prepare: no kernel for q [2, 2, 512], fp8_584 rows: activations and states must")
+
+
+def test_old_archs_take_the_reference(as_on_a_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(fused, "arch", lambda tensor: 75)
+    x = torch.randn(2, 64).bfloat16()
+    assert same_bits(fused.rms_norm(x, x[0], 1e-6), reference.rms_norm(x, x[0], 1e-6))
+    assert "sm_80 or newer is needed, got sm_75" in caplog.text
+    monkeypatch.setenv("DEEPDECODE_STRICT", "1")
+    with pytest.raises(RuntimeError, match="sm_75"):
+        fused.rms_norm(x, x[0], 1e-6)
 
 
 @pytest.mark.gpu

@@ -191,3 +191,23 @@ def test_compiled_matches_reference(ratio, fmt, H, scale):
         assert rel_err(index_weights[live], want.index_weights[live]) < 1e-3
         assert (index_q.float() != want.index_q.float())[live].float().mean() < FLIPS
         assert rel_err(index_q.float()[live], want.index_q.float()[live]) < FLIPPED
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"state": "float64"}, "float64"),
+        ({"T": 70000}, "70000"),
+        ({"D": 96}, "96"),
+        ({"fmt": "f32"}, "f32"),
+        ({"index": (64, 32)}, "32"),
+        ({"index_fmt": "f64"}, "f64"),
+    ],
+)
+def test_supports_says_why_not(change, reason):
+    base = {"T": 1, "D": 512, "R": 64, "dtype": "bfloat16", "fmt": "fp8_584", "index": (64, 128), "index_fmt": "fp8_132"}
+    base["state"] = "float32"
+    assert kernel.supports(**base) is None
+    assert kernel.supports(**{**base, "index": None, "index_fmt": None, "fmt": "bf16"}) is None
+    assert reason in kernel.supports(**{**base, **change})
