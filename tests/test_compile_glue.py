@@ -109,6 +109,13 @@ def rms_norm(arch):
     return kernel.rms_norm_kernel, types, {"BLOCK_C": 1024, "PDL": arch >= 90}, 2
 
 
+def embed(arch):
+    from deepdecode.kernels import embed as kernel
+
+    types = pointers(tokens="i64", weight="bf16", out="bf16") | ints("C", "i32:16")
+    return kernel.embedding_kernel, types, {"STREAMS": 4, "BLOCK_C": 1024, "PDL": arch >= 90}, 4
+
+
 def rope(arch):
     from deepdecode.kernels import rope as kernel
 
@@ -150,6 +157,7 @@ CASES = {
     "gate_top": (gate_top, {}),
     "gate_hash": (gate_hash, {}),
     "rms_norm": (rms_norm, {}),
+    "embed": (embed, {}),
     "rope": (rope, {}),
     "step": (step, {}),
     "sample": (sample, {}),

@@ -8,6 +8,7 @@ import torch
 from deepdecode.config import ModelConfig
 from deepdecode.kvcache import KVCache
 from deepdecode.ops.norm import rms_norm
+from deepdecode.ops.reference import embed
 from deepdecode.ops.rope import frequencies, rope
 from deepdecode.ops.sample import sample_ref
 from deepdecode.testing.numeric import rel_err, same_bits
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
 
 triton = pytest.importorskip("triton")
 
+from deepdecode.kernels import embed as embed_kernel  # noqa: E402
 from deepdecode.kernels import norm as norm_kernel  # noqa: E402
 from deepdecode.kernels import rope as rope_kernel  # noqa: E402
 from deepdecode.kernels import sample as sample_kernel  # noqa: E402
@@ -40,6 +42,13 @@ def test_norm_of_rows_that_are_apart(T, C, gap, device):
     out = norm_kernel.launch(x, weight, 1e-6, ARCH)
     assert out.is_contiguous()
     assert rel_err(out, rms_norm(x.double(), weight.double(), 1e-6)) < bound(device)
+
+
+@pytest.mark.parametrize(("T", "C"), [(1, 4096), (3, 65)])
+def test_streams_start_as_the_embedding(T, C, device):
+    weight = torch.randn(50, C, device=device).to(DTYPE[device.type])
+    tokens = torch.randint(50, (T,), device=device)
+    assert same_bits(embed_kernel.launch(tokens, weight, 4, ARCH), embed(tokens, weight, 4))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

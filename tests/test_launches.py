@@ -32,6 +32,11 @@ def test_norm_and_rotation(device):
     check(launches.rope_back, (o, torch.arange(2, device=device, dtype=torch.int32), torch.rand(8, device=device)))
 
 
+def test_embedding(device):
+    weight = torch.randn(7, 40, device=device).to(DTYPE[device.type])
+    check(launches.embed, (torch.tensor([3, 6], device=device), weight, 4))
+
+
 @pytest.mark.parametrize("rows", [24, 4])
 @pytest.mark.parametrize("first", [True, False])
 def test_boundary(rows, first, device):

@@ -43,6 +43,13 @@ def _runs(op: str, tensor: Tensor, shape: str, reason: str | None) -> bool:
     return True
 
 
+def embed(tokens: Tensor, weight: Tensor, hc_mult: int) -> Tensor:
+    """See `ops.reference.embed`. One launch."""
+    if use_kernel(weight) and len(tokens) and _runs("embed", weight, f"tokens {list(tokens.shape)}", None):
+        return launches.embed(tokens, weight, hc_mult)
+    return reference.embed(tokens, weight, hc_mult)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`ops.norm.rms_norm` of [T, C], whose rows may be apart."""
     if use_kernel(x) and len(x) and x.stride(1) == 1:
@@ -230,7 +237,7 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, po
 
 
 FUSED = Ops(
-    embed=reference.embed,
+    embed=embed,
     mhc_boundary=mhc_boundary,
     attn_in=attn_in,
     q_proj=q_proj,

@@ -53,6 +53,18 @@ def rope_back(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
         return kernel.launch(x, positions, freqs, inverse=True, arch=_arch(x))
 
 
+def _embed_fake(tokens: Tensor, weight: Tensor, streams: int) -> Tensor:
+    return weight.new_empty(tokens.shape[0], streams, weight.shape[1])
+
+
+@_op("embed", _embed_fake)
+def embed(tokens: Tensor, weight: Tensor, streams: int) -> Tensor:
+    from deepdecode.kernels import embed as kernel
+
+    with _on(weight):
+        return kernel.launch(tokens, weight, streams, _arch(weight))
+
+
 def _boundary_fake(y: Any, streams: Tensor, post: Any, comb: Any, fn: Tensor, *args: Any) -> list[Tensor]:
     T, _, C = streams.shape
     out = [streams.new_empty(T, C)]
