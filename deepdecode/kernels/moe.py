@@ -15,6 +15,7 @@ import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
+from deepdecode.kernels.moe_few import w2_few_kernel
 from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports
 from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
 
@@ -305,12 +306,20 @@ def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl
     tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
+KERNELS = {"w13": w13_kernel, "w2": w2_kernel, "w2_few": w2_few_kernel}
+
+
 def _tile(tile: Tile) -> dict[str, int]:
     """The part of a kernel's launch that its tile says."""
     return {
         "SLICES": tile.slices, "WARPS": tile.num_warps, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
+
+
+def shared_k(shared_I: int, tile: Tile) -> int:
+    """Columns of the shared expert that each warp of `w2_few_kernel` takes in a step."""
+    return max(32, min(128, triton.next_power_of_2(shared_I // tile.num_warps)))
 
 
 def launch(
@@ -341,7 +350,6 @@ def launch(
     slots = min(pairs, E)
     h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
     shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
-    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
     # without a scale, any pointer will do
     codes = [bits(w) for w in (w13, w2, shared13, shared2)]
     scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
@@ -395,6 +403,51 @@ def launch(
         **_tile(config.w13),
         **common,
     )
+    if config.few:
+        tile = config.w2
+        w2_few_kernel[(triton.cdiv(C, tile.rows),)](
+            h,
+            shared_h,
+            ids,
+            codes[1],
+            scales[1],
+            codes[3],
+            scales[3],
+            out,
+            T,
+            pairs,
+            top_k,
+            first_expert,
+            E,
+            I,
+            shared_I,
+            C,
+            codes[1].stride(0),
+            codes[1].stride(1),
+            scales[1].stride(0),
+            scales[1].stride(1),
+            codes[3].stride(0),
+            scales[3].stride(0),
+            KIND=KINDS[kind],
+            SHARED_KIND=KINDS[shared_kind],
+            E8M0=e8m0[1],
+            SHARED_E8M0=e8m0[3],
+            EVEN=I % tile.block_k == 0,
+            SHARED_EVEN=shared_I % (tile.num_warps * shared_k(shared_I, tile)) == 0,
+            BLOCK_M=tile.rows,
+            BLOCK_T=triton.next_power_of_2(max(8, T)),
+            WARPS=tile.num_warps,
+            ROUNDS=triton.cdiv(pairs, tile.num_warps),
+            BLOCK_K=tile.block_k,
+            SHARED_K=shared_k(shared_I, tile),
+            PDL=config.pdl,
+            INTERPRET=not x.is_cuda,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **pdl,
+        )
+        return
+    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
     w2_kernel[triton.cdiv(C, config.w2.rows), shared_jobs + slots](
         h,
         shared_h,
@@ -475,12 +528,12 @@ def _kind(w: torch.Tensor) -> str:
 
 
 def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp8") -> tuple[dict[str, str], dict[str, object]]:
-    """Types and constants of "w13" or "w2" as `launch` passes them for sizes of the model, to compile it without a GPU."""
-    pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32"}
+    """Types and constants of "w13", "w2" or "w2_few" as `launch` passes them for the model, to compile it without a GPU."""
+    pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32", "out": "bf16"}
     pointers |= {"w": "u8" if kind != "plain" else "bf16", "shared": "u8" if shared != "plain" else "bf16"}
     pointers |= dict.fromkeys(("scale", "shared_scale"), "u8")
     counts = ("T", "pairs", "top_k", "first", "E", "shared_jobs")
-    function = w13_kernel if name == "w13" else w2_kernel
+    function = KERNELS[name]
     types = {f"{pointer}_ptr": f"*{type_}:16" for pointer, type_ in pointers.items()} | dict.fromkeys(counts, "i32")
     types |= {"limit": "fp32"} | dict.fromkeys(("K", "I", "SHARED_I", "C"), "i32:16")
     types |= {argument: "i32:16" for argument in function.arg_names if argument.startswith("stride_")}
@@ -489,5 +542,6 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     tile = config.w13 if name == "w13" else config.w2
     constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": tile.rows // 2, "BLOCK_M": tile.rows, "BLOCK_T": config.block_t}
     constants |= {"SHARED_T": config.shared_t, "PDL": config.pdl, "INTERPRET": False, **_tile(tile)}
+    constants |= {"ROUNDS": 1, "SHARED_K": 32}
     names = set(function.arg_names)
     return {k: v for k, v in types.items() if k in names}, {k: v for k, v in constants.items() if k in names}

@@ -41,12 +41,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time. pdl: start while the kernel before ends."""
+    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time.
+
+    few: of the second product, every warp takes a pair of its own, and a program adds all pairs of all tokens.
+    pdl: kernels start while the one before them ends.
+    """
 
     w13: Tile
     w2: Tile
     block_t: int
     shared_t: int
+    few: bool = False
     pdl: bool = False
 
 

@@ -49,7 +49,7 @@ def fetch(w_row, nbytes):
 
 
 @triton.jit
-def product(
+def products(
     x_row,
     x_live,
     w_row,
@@ -63,13 +63,15 @@ def product(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """W x^T, float32 [M, T]; x_row [T], and w_row and scale_row, in blocks [WARPS / SLICES, R], point at rows' first columns.
+    """One product a warp, float32 [WARPS, R, T], from pointers at the first columns of rows.
 
-    SLICES: WARPS or 1. EVEN: K is a multiple of SLICES * BLOCK_K.
+    w_row, scale_row: [B, R], each warp's rows or, with B == 1, the same for all. x_row, x_live: [B, T], likewise.
+    SLICES: WARPS, if warps that have the same rows take turns along K; else 1. EVEN: K is a multiple of SLICES * BLOCK_K.
     """
-    BLOCKS: tl.constexpr = w_row.shape[0]
     R: tl.constexpr = w_row.shape[1]
-    N: tl.constexpr = x_row.shape[0]
+    N: tl.constexpr = x_row.shape[1]
+    # [X, BLOCK_K, T] are the tokens of a step
+    X: tl.constexpr = SLICES if SLICES > 1 else x_row.shape[0]
     # slices take turns: what the program reads at a time is one piece of each row, since memory opens a page for it
     STEP: tl.constexpr = SLICES * BLOCK_K
     first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]  # [SLICES, 1]
@@ -86,8 +88,8 @@ def product(
     for at in range(0, K, STEP):
         start = first + at
         ahead = start + STEP
-        x_mask = x_live[None, None, :] & ((start + k < K) | EVEN)[:, :, None]
-        x = tl.load(x_row[None, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [SLICES, BLOCK_K, N]
+        x_mask = x_live[:, None, :] & ((start + k < K) | EVEN)[:, :, None]
+        x = tl.load(x_row[:, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [X, BLOCK_K, N]
         if INTERPRET:
             x = x.to(tl.float32)
         if KIND == FP4:
@@ -99,7 +101,7 @@ def product(
             scale = tl.broadcast_to(scale[:, :, :, None], (WARPS, R, BLOCK_K // 32, 32))
             w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET)
             w = times(w, tl.reshape(scale, (WARPS, R, BLOCK_K)), INTERPRET)
-            x = fp4_order(x, SLICES, BLOCK_K, N)
+            x = fp4_order(x, X, BLOCK_K, N)
         else:
             live = ((start + k < K) | EVEN)[:, None, :]
             w = tl.load(w_row[:, :, None] + (start + k)[:, None, :], mask=live, other=0)
@@ -108,7 +110,7 @@ def product(
             next_scale = tl.load(scale_row + ahead // 128, mask=ahead < K, other=0)
             if SLICES > 1:
                 w = fp8_values(w, WARPS, R, BLOCK_K, INTERPRET)
-                x = fp8_order(x, SLICES, BLOCK_K, N)
+                x = fp8_order(x, X, BLOCK_K, N)
             else:
                 w = fp8_natural(w, INTERPRET)
         if INTERPRET or w.dtype == tl.float32:
@@ -120,6 +122,24 @@ def product(
         else:
             # float32 weights are multiplied in full
             acc = tl.dot(w, x, acc, input_precision="ieee")
-    if SLICES > 1:
-        acc = tl.sum(acc, 0)
-    return tl.reshape(acc, (BLOCKS * R, N))
+    return acc
+
+
+@triton.jit
+def product(
+    x_row,
+    x_live,
+    w_row,
+    scale_row,
+    K,
+    KIND: tl.constexpr,
+    E8M0: tl.constexpr,
+    EVEN: tl.constexpr,
+    SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """W x^T, float32 [M, T]; x_row and x_live [T], w_row and scale_row from `blocks_of` M rows. SLICES: WARPS or 1."""
+    acc = products(x_row[None, :], x_live[None, :], w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
+    return tl.sum(acc, 0) if SLICES > 1 else tl.reshape(acc, (acc.shape[0] * acc.shape[1], acc.shape[2]))
