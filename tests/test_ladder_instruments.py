@@ -42,8 +42,8 @@ class Clock:
         return self.now - before
 
 
-# 132 positions in three passes, whole groups of four that fit 0.8 s, and four at least
-@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (18.0, 44), (18.5, 40), (21.0, 36), (700.0, 4)])
+# 132 positions in three passes, whole groups of four that fit 0.6 s, and four at least
+@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (13.6, 44), (13.7, 40), (16.0, 36), (700.0, 4)])
 def test_a_pass_fits_its_time(ms, steps):
     clock = Clock(ms)
     found = time_steps(clock.replay, clock.seconds)
@@ -85,9 +85,9 @@ def test_a_slim_trace_gives_the_same_profile(tmp_path):
 def test_profiled_steps_are_counted(tmp_path):
     ran = []
     found = profile_steps(
-        lambda: ran.append(1), lambda work, path: (work(), kineto(path, bs=4)), tmp_path / "a.json.gz", batch=4
+        lambda: ran.append(1), lambda work, path: (work(), kineto(path, bs=4)), tmp_path / "a.json.gz", batch=4, steps=3
     )
-    assert len(ran) == 4
+    assert len(ran) == 3
     assert found.batch == 4
 
 
@@ -161,7 +161,7 @@ def test_the_whole_ladder_on_a_small_slice(tmp_path):
         profile = row["profile"]
         assert 0 < row["us_warm_low"] <= row["us_warm"] <= row["us_warm_high"]
         assert profile["unknown_share"] < 0.05
-        assert profile["steps"] == 4
+        assert profile["steps"] == (4 if row["concurrency"] == 3 else 2)
         # a replay launches the graph's kernels; copies and fills are no kernels
         assert abs(profile["launches"] - row["graph_launches"]) <= 0.05 * row["graph_launches"]
         assert 0 < profile["categories"]["attention"]["ms"] < profile["busy_ms"] <= profile["step_ms"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from deepdecode.ladder.gates import Gate, attention_gate
-from deepdecode.ladder.instruments import Instruments, profile_entries, profile_steps, time_steps
+from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
 from deepdecode.ops.table import Ops
 from deepdecode.rungs import Rung
 from deepdecode.trace import Profile
@@ -179,7 +179,7 @@ def _measure(
     moved = slice.bytes(concurrency)
     floor_us = sum(moved.values()) / row["copy_bandwidth_tb_s"] / 1e6
     hit = slice.experts_hit(concurrency)
-    trace = trace_path(path, row["rung"], concurrency)
+    trace, kept = trace_path(path, row["rung"], concurrency), concurrency == plan.profiled
     measured: dict[str, Any] = {
         "T": batch,
         "us_warm": round(1e3 * tpot.ms, 2),
@@ -194,9 +194,11 @@ def _measure(
         "times_floor": round(1e3 * tpot.ms / floor_us, 2),
         "experts_hit": {"mean": round(sum(hit) / max(1, len(hit)), 2), "min": min(hit, default=0), "max": max(hit, default=0)},
         "graph_launches": graph.launches,
-        "profile": _summary(profile_steps(graph.replay, instruments.record, trace, batch)),
+        "profile": _summary(
+            profile_steps(graph.replay, instruments.record, trace, batch, KEPT_STEPS if kept else SUMMED_STEPS)
+        ),
     }
-    if concurrency == plan.profiled:
+    if kept:
         entries = profile_entries(graph.eager, instruments.record, trace.with_name("eager-" + trace.name))
         measured |= {"trace": trace.name, "entries": {name: asdict(entry) for name, entry in entries.items()}}
     else:

@@ -24,9 +24,9 @@ from deepdecode.trace.steps import launch_of
 # three passes follow one another over 132 positions, so that compressors complete entries at their natural rate
 REPEATS, PASS_STEPS = 3, 44
 # of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
-PASS_S = 0.8
-# enough that the reader can tell a change from noise
-PROFILED_STEPS = 4
+PASS_S = 0.6
+# of a trace that is kept, enough that the reader can tell a change from noise; of one that is only summed up
+KEPT_STEPS, SUMMED_STEPS = 4, 2
 # how `StepGraph.eager` names the range of an entry of the table
 RANGE = "ops."
 OTHER = "between the entries"
@@ -140,12 +140,12 @@ def time_steps(replay: Callable[[], Any], seconds: Callable[[Callable[[], Any]],
 
 
 def profile_steps(
-    replay: Callable[[], Any], record: Callable[[Callable[[], Any], Path], None], path: Path, batch: int
+    replay: Callable[[], Any], record: Callable[[Callable[[], Any], Path], None], path: Path, batch: int, steps: int
 ) -> Profile:
     """Replay a few steps under the profiler, and account for the trace."""
 
     def work() -> None:
-        for _ in range(PROFILED_STEPS):
+        for _ in range(steps):
             with torch.profiler.record_function(f"step[DECODE bs={batch}]"):
                 replay()
 
