@@ -76,18 +76,14 @@ def category_table(document: Document) -> Table | None:
         cells = [CATEGORIES[name]]
         for row in rows:
             found = _category(row, name)
-            cells += [f"{found['ms']:.3f}", percent(found["share"]), count(found["launches"])]
+            cells += [f"{found['ms']:.3f}", percent(found["share"])]
         lines.append(tuple(cells))
     for title, key in (("busy", "busy_ms"), ("idle", "idle_ms")):
-        cells = [title]
-        for row in rows:
-            cells += [f"{row['profile'][key]:.3f}", "", count(row["profile"]["launches"]) if key == "busy_ms" else ""]
-        lines.append(tuple(cells))
-    head = ["category"]
-    for row in rows:
-        head += [f"rung {row['rung']} ms", "share", "launches"]
+        lines.append((title, *(cell for row in rows for cell in (f"{row['profile'][key]:.3f}", ""))))
+    lines.append(("launches", *(cell for row in rows for cell in (count(row["profile"]["launches"]), ""))))
+    head = ("category", *(cell for row in rows for cell in (f"rung {row['rung']} ms", "share")))
     title = f"GPU time of a step at C = {document['profiled_concurrency']}, by category"
-    return Table(title, tuple(head), "l" + "r" * (len(head) - 1), tuple(lines), "Medians of the profiled steps.")
+    return Table(title, head, "l" + "r" * (len(head) - 1), tuple(lines), "Medians of the profiled steps.")
 
 
 def entry_table(document: Document) -> Table | None:
