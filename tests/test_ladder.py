@@ -11,7 +11,7 @@ from small_traces import kineto, schedule
 
 from deepdecode.ladder.campaign import Plan, climb, known, rungs_told, trace_path
 from deepdecode.ladder.command import Request, run
-from deepdecode.ladder.gates import Gate, LogitsGate, attention_gate
+from deepdecode.ladder.gates import Gate, LogitsGate, step_gates
 from deepdecode.ladder.instruments import Instruments
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.rungs import Rung
@@ -161,6 +161,7 @@ def test_a_row_holds_what_was_measured(small, tmp_path):
         "logits against the reference table",
         "attention against float64",
         "its worst row",
+        "chosen entries that float64 does not choose",
     ]
     assert 1e-4 < row["rel_err"] < 3e-3
     # the trace of the profiled concurrency alone stays
@@ -252,24 +253,51 @@ def test_the_result_file_says_what_it_was(small, tmp_path):
     assert below == {"slow": None, "quick": "slow", "variant": "slow"}
 
 
-def test_attention_gate_looks_at_every_kind_of_layer(small):
+def test_step_gates_look_at_every_kind_of_layer(small):
     graph = small.graph(REFERENCE, 2)
-    tensor, row = attention_gate(REFERENCE, graph.eager)
+    tensor, row, others = step_gates(REFERENCE, graph.eager)
     # the window alone, with 16 chosen entries of ratio 4, with the ratio-128 entries padded to 64
     assert tensor.note == "2 tokens, 1 heads, 128, 144, 192 keys"
+    assert others.note.startswith("2 tokens, top 16 of ")
     assert tensor.passed
     assert row.passed
+    assert others.error == 0
 
     def one_row(*args, **options):
         out = REFERENCE.sparse_attn(*args, **options)
         out[1, 0] *= 1.02
         return out
 
-    tensor, row = attention_gate(replace(REFERENCE, sparse_attn=one_row), graph.eager)
+    tensor, row, _ = step_gates(replace(REFERENCE, sparse_attn=one_row), graph.eager)
     assert row.error == pytest.approx(0.02, rel=0.1)
     assert not row.passed
-    with pytest.raises(ValueError, match="attention gate: the step must call sparse_attn, got no call"):
-        attention_gate(REFERENCE, lambda ops: None)
+    with pytest.raises(ValueError, match="step gates: the step must call sparse_attn, got no call"):
+        step_gates(REFERENCE, lambda ops: None)
+
+
+def test_step_gates_count_wrongly_chosen_entries(small):
+    graph = small.graph(REFERENCE, 2)
+
+    def backwards(*args):
+        # the same entries in another order
+        indices, lens = REFERENCE.index_topk(*args)
+        return indices.flip(1), lens
+
+    assert step_gates(replace(REFERENCE, index_topk=backwards), graph.eager)[2].error == 0
+
+    def three_others(index_q, weights, keys, step, topk):
+        indices, lens = REFERENCE.index_topk(index_q, weights, keys, step, topk)
+        indices[1, :3] = -1
+        return indices, lens
+
+    others = step_gates(replace(REFERENCE, index_topk=three_others), graph.eager)[2]
+    assert others.error == 3 / 32
+    assert not others.passed
+
+    def the_worst(index_q, weights, *rest):
+        return REFERENCE.index_topk(index_q, -weights, *rest)
+
+    assert step_gates(replace(REFERENCE, index_topk=the_worst), graph.eager)[2].error > 0.5
 
 
 def test_logits_gate_knows_the_reference_from_a_broken_one(gate):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepdecode.ladder.gates import Gate, attention_gate
+from deepdecode.ladder.gates import Gate, step_gates
 from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
 from deepdecode.ops.table import Ops
 from deepdecode.rungs import Rung
@@ -166,7 +166,7 @@ def _measure(
 ) -> None:
     """Fill the row. A step that fails a gate gets no time."""
     graph = slice.graph(ops, concurrency)
-    gates = attention_gate(ops, graph.eager)
+    gates = step_gates(ops, graph.eager)
     row["gates"] += [_told(gate) for gate in gates]
     row |= {"rel_err": gates[0].error, "worst_row_err": gates[1].error}
     failed = [gate for gate in row["gates"] if not gate["passed"]]

@@ -1,4 +1,4 @@
-"""What a rung must pass before its time is printed: its attention against float64, its logits against the reference table."""
+"""What a rung must pass before its time is printed: attention and chosen entries against float64, logits against references."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,8 +11,10 @@ from deepdecode.checkpoint import seeded_model
 from deepdecode.kvcache import KVCache
 from deepdecode.model import ModelWeights
 from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.indexer import index_topk_ref
 from deepdecode.ops.reference import REFERENCE
-from deepdecode.ops.table import Ops
+from deepdecode.ops.rows import PagedRows
+from deepdecode.ops.table import Ops, Step
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, worst_row_err
 from deepdecode.tiny import CONFIG, SEED
@@ -21,6 +23,9 @@ Tensor = torch.Tensor
 # Twice what the product's kernel is held to: the mirrors of engine code round each of two launches, their merge and the sink
 # to bfloat16. Over the tensor, and in the worst (token, head) row.
 MAX_ERR, MAX_ROW_ERR = 5e-3, 1e-2
+# Entries that a token chooses and float64 does not, over all it chooses: sums in float32 may tip those next to the bar, and a
+# single token chooses 512.
+MAX_OTHERS = 5e-3
 # the float64 reference holds every gathered row, so a large batch is checked on its first tokens
 CHECKED_TOKENS = 16
 # A rounded score can tip a router or a choice of entries, which moves one row far; it does not happen to many.
@@ -87,28 +92,55 @@ def capturing(ops: Ops) -> tuple[Ops, list[Captured]]:
     return replace(ops, sparse_attn=sparse_attn), found
 
 
-def attention_gate(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
-    """Attention of a whole step against float64, at the step's own shapes and on its own rows.
+def step_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
+    """A whole step against float64, at the step's own shapes and on its own rows.
 
     Args:
         ops: the rung's table.
         run: runs one step on the table it is given, eagerly.
 
     Returns:
-        Two checks: over the tensor, and in the worst (token, head) row; each the worst over layers of different key counts.
+        Attention over the tensor and in the worst (token, head) row, each the worst over layers of different key counts; then,
+        where a layer has an indexer, the entries that its first one chose.
     """
     table, found = capturing(ops)
-    run(table)
+    chosen: list[tuple[Any, ...]] = []
+
+    def index_topk(index_q, index_weights, keys, step, topk):
+        given = ops.index_topk(index_q, index_weights, keys, step, topk)
+        if not chosen:
+            chosen.append((index_q.clone(), index_weights.clone(), keys, step, topk, given[0].clone(), given[1].clone()))
+        return given
+
+    run(replace(table, index_topk=index_topk))
     if not found:
-        raise ValueError("attention gate: the step must call sparse_attn, got no call")
+        raise ValueError("step gates: the step must call sparse_attn, got no call")
     # rows of the caches that the step itself wrote stay as they are until the next step, so the reference may read them now
     errors = [_errors(one.first(CHECKED_TOKENS)) for one in found]
     keys = ", ".join(str(one.keys) for one in found)
     note = f"{found[0].args[0].shape[0]} tokens, {found[0].args[0].shape[1]} heads, {keys} keys"
-    return [
+    gates = [
         Gate("attention against float64", max(tensor for tensor, _ in errors), MAX_ERR, note),
         Gate("its worst row", max(row for _, row in errors), MAX_ROW_ERR, note),
     ]
+    return gates + [_selection(*call) for call in chosen]
+
+
+def _selection(
+    index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: Step, topk: int, indices: Tensor, lens: Tensor
+) -> Gate:
+    n = CHECKED_TOKENS
+    query, weights = index_q[:n].float().double(), index_weights[:n].double()
+    visible = step.entry_lens[4][:n]
+    want, want_lens = index_topk_ref(query, weights, keys, step.block_tables, step.slots[:n], visible, topk)
+    others = total = 0
+    for mine, count, theirs, size in zip(
+        indices[:n].tolist(), lens[:n].tolist(), want.tolist(), want_lens.tolist(), strict=True
+    ):
+        others += size - len(set(mine[:count]) & set(theirs[:size]))
+        total += size
+    note = f"{len(index_q)} tokens, top {topk} of {int(visible.max())}"
+    return Gate("chosen entries that float64 does not choose", others / max(1, total), MAX_OTHERS, note)
 
 
 def _errors(one: Captured) -> tuple[float, float]:
