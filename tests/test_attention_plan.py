@@ -112,8 +112,9 @@ def test_an_old_card_is_refused():
 
 
 def test_rung_1_has_one_program_for_all_keys():
-    config = plan_unsplit(Case(1, 64, 128, 512), H200)
-    assert (config.kernel, config.splits, config.block_h) == ("mma", 1, 16)
+    for card, block_h in ((CARDS[0], 16), (H200, 8)):
+        config = plan_unsplit(Case(1, 64, 128, 512), card)
+        assert (config.kernel, config.splits, config.block_h) == ("mma", 1, block_h)
 
 
 def test_the_parts_of_a_workspace_are_apart_and_aligned():

@@ -26,7 +26,8 @@ SPILLS = {
     ("narrow", 8): 64,
     ("narrow", 16): 256,
     ("narrow", 32): 256,
-    ("mma", 8): 256,
+    # accumulators, the next tile and the addresses of the one after take 255: what is spilled is read once a tile at most
+    ("mma", 8): 64,
     ("mma", 16): 256,
 }
 
@@ -89,7 +90,8 @@ def test_compiles_within_the_card(compiler, arch, fmt, config):
     assert compiled.local <= SPILLS.get((config.kernel, config.block_h), 0)
     assert "HMMA" in sass or "HGMMA" in sass
     assert re.search(r"ld\.global[.\w:]*\.v4|cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
-    assert "e4m3" not in compiled.ptx
+    if arch < 89:
+        assert "e4m3" not in compiled.ptx
 
 
 def test_every_arch_has_few_configs():

@@ -82,7 +82,8 @@ def compiled(form: dict[str, Any]) -> dict[str, Any]:
         num_warps=form["num_warps"],
         align=16,
         pdl=form["arch"] >= 90,
-        merge_warps=4,
+        merge_warps=1,
+        convert=form["arch"] >= 89,
     )
     types, constants = attention.compile_args(config, form["fmt"])
     kernel: Any = attention.split_kernel

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepdecode.bench.timing import time_graph
+from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import Case, Config, card_of, case_of, plan, work, workspace_layout
 from deepdecode.ops.attention import sparse_attn_ref
 from deepdecode.testing.inputs import KEY_COUNTS, AttentionInputs, attention_inputs
@@ -107,29 +108,35 @@ def mma_sync() -> Iterator[None]:
             os.environ["DISABLE_MMA_V3"] = before
 
 
+def _stand_in(card: Card, arch: int) -> Card:
+    """This GPU as a card of `arch` whose block gets 99 KB of shared memory."""
+    return replace(card, arch=arch, shared=99)
+
+
 def rung1(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
     from deepdecode.kernels.attention_plan import plan_unsplit
 
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
-    call = ours(inputs, out, plan_unsplit(case_of(q, window, indices, extra, extra_indices), card_of(q.device)))
+    case = case_of(q, window, indices, extra, extra_indices, gluon=False)
+    call = ours(inputs, out, plan_unsplit(case, _stand_in(card_of(q.device), 120)))
     with mma_sync():
         call()
     return call
 
 
-def portable(inputs: AttentionInputs, out: torch.Tensor, *, convert: bool = True) -> Callable[[], Any]:
-    """The kernel that other cards run, planned for this one, with their instructions: sm_89 and later, or without `convert`
-    sm_80 and sm_86, whose FP8 codes are widened by integer arithmetic."""
+def portable(inputs: AttentionInputs, out: torch.Tensor, *, arch: int = 120) -> Callable[[], Any]:
+    """The kernel that other cards run, planned for one of `arch` that is otherwise this one, with that card's instructions."""
     q, window, indices, _, extra, extra_indices, _ = inputs.args()
     case = case_of(q, window, indices, extra, extra_indices, gluon=False)
-    call = ours(inputs, out, replace(plan(case, card_of(q.device)), convert=convert))
+    call = ours(inputs, out, plan(case, _stand_in(card_of(q.device), arch)))
     with mma_sync():
         call()
     return call
 
 
 def portable_placed(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]:
-    return portable(inputs, out, convert=False)
+    """As sm_80 and sm_86 run it: FP8 codes widened by integer arithmetic, no early start of the merge."""
+    return portable(inputs, out, arch=80)
 
 
 def measure(

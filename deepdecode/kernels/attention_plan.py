@@ -312,15 +312,9 @@ def _fits(shape: Shape, case: Case, card: Card) -> bool:
     if hopper and case.window_fmt == "fp8_584":
         # tiles of heads more than half empty never win, except the wide kernel's from 16 heads on
         return shape.kernel != "mma" and (shape.block_h < 2 * max(8, case.H) or (shape.kernel == "wide" and case.H >= 16))
-    if shape.kernel != "mma" or shape.block_h >= 2 * max(8, case.H):
-        return False
-    # a second program on an SM hides the first one's latency: smaller tiles where two programs with large ones do not fit
-    alike = [other for other in shapes() if (other.kernel, other.block_h, other.fmt) == ("mma", shape.block_h, shape.fmt)]
-    if card.arch == 100:
-        # its tensor cores keep accumulators elsewhere: tiles of 64 FP8 rows spill 240 to 344 bytes a thread (Triton 3.9, 3.7)
-        alike = [other for other in alike if other.block_n < 64]
-    roomy = [other for other in alike if 2 * (other.shared + 1024) <= (card.shared + 1) << 10]
-    return shape == max(roomy or alike[:1], key=lambda other: other.block_n)
+    # of FP8 rows in tiles of 16 heads Hopper's compiler, which takes wgmma, spills 408 bytes a thread (Triton 3.7)
+    spilling = card.arch == 90 and case.window_fmt == "fp8_584" and shape.block_h > 8
+    return shape.kernel == "mma" and shape.block_h < 2 * max(8, case.H) and not spilling
 
 
 def _split_counts(case: Case, shape: Shape) -> list[int]:
