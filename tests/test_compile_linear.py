@@ -37,7 +37,7 @@ def reachable(arch: int) -> list[tuple[str, str, object]]:
                     found["linear", kind, config] = None
             for E, I in RANKS:
                 config = moe_plan.plan(moe_plan.Case(T, 6, E, 4096, I, I), card)
-                found["w13", "fp4", config] = found["w2", "fp4", config] = None
+                found["w13", "fp4", config] = found["w2_few" if config.few else "w2", "fp4", config] = None
     return list(found)
 
 
@@ -52,8 +52,7 @@ def build(arch: int, name: str, kind: str, config) -> tuple[Compiled, str]:
     if name == "linear":
         function, arguments = linear.linear_kernel, linear.compile_args(config, kind)
     else:
-        function = moe.w13_kernel if name == "w13" else moe.w2_kernel
-        arguments = moe.compile_args(name, config, kind)
+        function, arguments = moe.KERNELS[name], moe.compile_args(name, config, kind)
     tile = tile_of(name, config)
     compiled = compile_kernel(function, *arguments, arch, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return compiled, compiled.sass()
@@ -61,7 +60,7 @@ def build(arch: int, name: str, kind: str, config) -> tuple[Compiled, str]:
 
 def tile_of(name: str, config):
     """What says warps and stages."""
-    return config if name == "linear" else getattr(config, name)
+    return config if name == "linear" else config.w13 if name == "w13" else config.w2
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The kernels of the experts against the float64 reference: interpreted without a GPU, compiled with one."""
 
+import functools
 import os
 from dataclasses import replace
 
@@ -24,21 +25,31 @@ FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 t
 LIMIT = 10.0
 BLOCKS, SLICES = Tile(32, 64, slices=1, num_warps=2, num_stages=2), Tile(16, 32, slices=2, num_warps=2, num_stages=2)
 SMALL = Config(BLOCKS, SLICES, block_t=8, shared_t=8)
+# pairs by warp, in several rounds
+FEW = Config(SLICES, Tile(16, 32, slices=1, num_warps=2, num_stages=2), block_t=8, shared_t=8, few=True)
 
 
-def run(x, ids, weights, w, config=SMALL):
+def run_with(config, x, ids, weights, w):
     stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
     out = torch.empty_like(x)
     kernel.launch(x, ids, weights, *stored, w.w13.kind, w.shared13.kind, w.first_expert, LIMIT, out, config)
     return out
 
 
-def check(x, ids, weights, w, config=SMALL):
-    out = run(x, ids, weights, w, config)
+def run(x, ids, weights, w, config=SMALL):
+    return run_with(config, x, ids, weights, w)
+
+
+def check_with(config, x, ids, weights, w):
+    out = run_with(config, x, ids, weights, w)
     want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
     assert rel_err(out, want) < FP32_STEP
     assert worst_row_err(out, want) < 4 * FP32_STEP
     return out
+
+
+def check(x, ids, weights, w, config=SMALL):
+    return check_with(config, x, ids, weights, w)
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("fp4", "fp8"), ("fp8", "fp8"), ("fp8_f32", "fp8_f32"), ("bf16", "f32")])
@@ -52,9 +63,19 @@ def test_interpreted_matches_reference(kind, shared, T, E, k, C, I, shared_I):
     check(8 * torch.randn(T, C), *random_routes(T, E + 3, k), w)
 
 
-def test_hostile_routes():
+@pytest.mark.parametrize(("kind", "shared"), [("fp4", "fp8"), ("fp8", "fp8_f32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("T", "E", "k", "C", "I", "shared_I"), [(1, 6, 5, 64, 32, 64), (4, 5, 3, 96, 64, 96)])
+def test_few_tokens_are_added_by_one_program(kind, shared, T, E, k, C, I, shared_I):
+    w = random_experts(E, C, I, shared_I, kind=kind, shared=shared, first=2)
+    check(torch.randn(T, C), *random_routes(T, E + 3, k), w, FEW)
+
+
+@pytest.mark.parametrize("config", [SMALL, FEW], ids=["small", "few"])
+def test_hostile_routes(config):
     w = random_experts(9, 64, 32, 32, first=4)
-    for T in (1, 5):
+    run = functools.partial(run_with, config)
+    check = functools.partial(check_with, config)
+    for T in (1, 3):
         x, (ids, weights) = torch.randn(T, 64), random_routes(T, 13, 3)
         nan = torch.full_like(weights, float("nan"))
         none = check(x, torch.full_like(ids, -1), nan, w)
