@@ -1,7 +1,10 @@
 """Sparse attention on a GPU: the compiled kernels through the op, in graphs, on streams, beside garbage."""
 
 import os
+import random
+import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,7 +269,54 @@ def test_nothing_compiles_after_warmup(caplog):
     for T in torch.randint(1, 65, (40,), generator=generator).tolist():
         run(attention_inputs(T, 8, 128, 512, full=False, device="cuda"))
     assert not [record for record in caplog.records if "after warmup" in record.getMessage()]
-    run(attention_inputs(1, 8, 128, 512, fmt="bf16", device="cuda"))
+    # bfloat16 rows without a sink, which no other test here has: a compile that is said
+    strange = attention_inputs(1, 8, 128, 512, fmt="bf16", device="cuda")
+    sparse_attn_decode(*strange.args(), return_lse=True)
+    assert [record for record in caplog.records if "after warmup" in record.getMessage()]
+
+
+def test_what_supports_says_is_what_happens(monkeypatch):
+    """Random cases: where `supports` has no objection the kernel runs and is right, else the call is refused with its words."""
+    from deepdecode.kernels.attention_plan import card_of, case_of, supports
+
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(24):
+        pages = draw.choice([(64, 64), (64, 2), (3, 64), (1, 100), (256, 16)])
+        T, H, window, extra = (
+            draw.choice([1, 2, 9, 33]),
+            draw.randint(1, 128),
+            draw.choice([1, 40, 128]),
+            draw.choice([0, 7, 300]),
+        )
+        fmt, gap = draw.choice(["fp8_584", "bf16"]), draw.choice([0, 16, 4, 2])
+        inputs = attention_inputs(
+            T,
+            H,
+            window,
+            extra,
+            fmt=fmt,
+            window_page=pages[0],
+            extra_page=pages[1],
+            full=False,
+            holes=True,
+            rows=700,
+            device="cuda",
+        )
+        if fmt == "fp8_584" and gap:
+            data = inputs.window.data
+            pool = torch.full((data.shape[0], data.shape[1] + gap), 0xFF, dtype=torch.uint8, device="cuda")
+            pool[:, : data.shape[1]] = data
+            inputs = replace(inputs, window=PagedRows(pool[:, : data.shape[1]], pages[0], fmt))
+        case = case_of(inputs.q, inputs.window, inputs.window_indices, inputs.extra, inputs.extra_indices, inputs.sink)
+        reason = supports(case, card_of(inputs.q.device))
+        seen.add(reason)
+        if reason is None:
+            check(inputs)
+        else:
+            with pytest.raises(RuntimeError, match=re.escape(reason)):
+                run(inputs)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(("T", "H"), [(1, 8), (4, 20), (40, 64)])
