@@ -14,7 +14,7 @@ from deepdecode.graphs import Captured
 from deepdecode.kvcache import KVCache
 from deepdecode.model import ALONE, Collectives, ModelWeights, forward
 from deepdecode.ops._check import kernel_runs
-from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.fused import FUSED
 from deepdecode.ops.table import Ops
 
 log = logging.getLogger("deepdecode")
@@ -91,7 +91,7 @@ class Runner:
         max_len: longest sequence, prompt and answer together; at most the model's own limit.
         slots: sequences decoded at once; more prompts wait for a free slot.
         fmt: cache format, "fp8_584", "bf16", "f32" or "f64".
-        ops: the table to run on.
+        ops: the table to run on; by default the product's, which is the references off a GPU.
         ranks: collectives of the tensor-parallel group.
         progress: called with the tokens of a prompt that are done, and all of them, after each chunk.
         graphs: decode by CUDA graphs; None: on a GPU, where one rank is alone. A table that cannot be captured, as one with
@@ -106,7 +106,7 @@ class Runner:
         slots: int = 1,
         fmt: str = "fp8_584",
         window_page: int = 64,
-        ops: Ops = REFERENCE,
+        ops: Ops = FUSED,
         ranks: Collectives = ALONE,
         prefill_chunk: int = PREFILL_CHUNK,
         progress: Callable[[int, int], None] | None = None,
@@ -183,7 +183,8 @@ class Runner:
             if T not in self._buckets:
                 self._buckets[T] = _Bucket(self, ints, sampling)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            # leaving a capture that failed raises once more; what failed it stands behind
+            reason = str(error.__context__ or error).splitlines()[0]
             log.warning("runner: decode runs launch by launch, since a step of %d rows cannot be captured: %s", T, reason)
             self.graphs = False
             return None

@@ -244,7 +244,10 @@ def test_logits_of_a_bucket_stay(plain):
 
 def test_a_step_that_cannot_be_captured_runs_launch_by_launch(plain, monkeypatch, caplog):
     def refuse(work, device):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        finally:
+            raise RuntimeError("a previous error during capture")
 
     monkeypatch.setattr(runner_module, "Captured", refuse)
     runner = Runner(plain, max_len=60, slots=3, fmt="f32")
