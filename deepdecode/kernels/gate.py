@@ -118,19 +118,20 @@ def gate_top_kernel(
         z += tl.load(part_ptr + (split * T + t) * E + e, mask=e < E, other=0.0)
     score = _score(z)
     choice = score + bias
-    # bits that order as the numbers do, NaN above all: a warp finds the largest int32 in one instruction
+    # bits that order as the numbers do, NaN above all; below them the id, turned round: one number decides
     bits = (choice + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(choice != choice, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    order = tl.where(e < E, order, -0x80000000)
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
+    key = tl.where(e < E, key, -0x7FFFFFFFFFFFFFFF)
     ids = tl.zeros([BLOCK_TOP], tl.int32)
     chosen = tl.zeros([BLOCK_TOP], tl.float32)
     for i in tl.static_range(TOP):
-        best = tl.max(order, 0)
-        found = tl.min(tl.where(order == best, e, BLOCK_E), 0)
+        best = tl.max(key, 0)
+        found = 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32)
         value = tl.sum(tl.where(e == found, score, 0.0), 0)
         ids = tl.where(k == i, found, ids)
         chosen = tl.where(k == i, value, chosen)
-        order = tl.where(e == found, -0x80000000, order)
+        key = tl.where(e == found, -0x7FFFFFFFFFFFFFFF, key)
     total = tl.sum(chosen, 0) + 1e-20
     weight = tl.div_rn(chosen, tl.zeros([BLOCK_TOP], tl.float32) + total) * routed_scale
     tl.store(ids_ptr + t * TOP + k, ids, mask=k < TOP)
