@@ -150,12 +150,14 @@ def plan(case: Case, card: Card) -> Config:
 def select_blocks(case: Case, group: int, coarse: int) -> tuple[int, int, int]:
     """Lanes of the selection's passes: bests of coarse groups, bests of groups, entries."""
     if not group:
-        return 1, 1, _power(max(8, case.entries))
-    groups, entries = math.ceil(case.entries / group), _power(case.topk) * group
-    # rows of 8 at least
-    if coarse == 1:
-        return 1, _power(max(8, groups)), entries
-    return _power(max(8, math.ceil(groups / coarse))), _power(case.topk) * coarse, entries
+        return 1, 1, _power(case.entries)
+    groups = math.ceil(case.entries / group)
+    entries = _power(case.topk) * group
+    return (
+        (1, _power(groups), entries)
+        if coarse == 1
+        else (_power(math.ceil(groups / coarse)), _power(case.topk) * coarse, entries)
+    )
 
 
 def row_stride(case: Case, block_n: int) -> int:

@@ -124,8 +124,6 @@ def indexer_score_wgmma_kernel(
     )
     QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if PDL:
-        _launch_dependents()
     t = gl.program_id(1).to(gl.int64)
     slot = gl.load(slots_ptr + t)
     length = gl.minimum(gl.load(lens_ptr + t), table_pages * PAGE)
@@ -184,3 +182,6 @@ def indexer_score_wgmma_kernel(
             entry = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=ROW)
             page = _find(table_ptr, cache_pages, entry, length, PAGE)
             gl.store(ranks_ptr + entry, gl.where(page >= 0, 0, HIDDEN))
+    if PDL:
+        # not before: see `indexer_score_kernel`
+        _launch_dependents()
