@@ -57,7 +57,7 @@ def mhc_read(arch, C=4096, rows=24):
 def prepare(arch, ratio=4, fp8=True):
     from deepdecode.kernels import prepare as kernel
 
-    config = kernel.plan(64, 64, arch)
+    config = kernel.plan(64, arch)
     rows = "u8" if fp8 else "bf16"
     types = pointers(
         q="bf16", kv="bf16", kv_norm="bf16", q_out="bf16", positions="i32", slots="i32", freqs="fp32", window_write="i32",

@@ -19,7 +19,7 @@ import torch
 from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
 from deepdecode.config import ModelConfig
 from deepdecode.kvcache import KVCache
-from deepdecode.ops import fused, reference
+from deepdecode.ops import fused, launches, reference
 from deepdecode.ops.places import decode_places
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.rope import rope
@@ -142,13 +142,11 @@ def norm(T: int) -> Job:
 
 
 def back(T: int, H: int) -> Job:
-    from deepdecode.kernels import rope as kernel
-
     o, positions = normal(T, H, 512), torch.full((T,), 70000, dtype=torch.int32, device="cuda")
     freqs = torch.rand(32, device="cuda")
 
     def ours() -> Tensor:
-        return kernel.launch(o, positions, freqs, inverse=True, arch=90)
+        return launches.rope_back(o, positions, freqs)
 
     def composed() -> Tensor:
         return rope(o, positions, freqs, inverse=True)

@@ -76,7 +76,7 @@ def gate_logits_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     known = (e < E)[:, None] & (c < C)[None, :]
-    # weights do not wait for the kernel before
+    # weights do not wait for the kernel before, which must not write them
     weight = tl.load(weight_ptr + e[:, None] * C + c[None, :], mask=known, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-# rows of the mixing product: of a layer's site (4 read, 4 write, 16 stream to stream) and of the head's (4 read)
-SITE_ROWS, HEAD_ROWS = 24, 4
+# rows of the mixing product of a layer's site: 4 read, 4 write, 16 stream to stream; the head's site has the first 4
+SITE_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def mhc_mix_kernel(
     row = t.to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # weights do not wait for the kernel before
+    # weights do not wait for the kernel before, which must not write them
     weight = fn_ptr + r[:, None] * (4 * C) + c[None, :]
     known = (r < ROWS)[:, None]
     w0 = tl.load(weight, mask=known, other=0.0)  # [BLOCK_R, BLOCK_C]

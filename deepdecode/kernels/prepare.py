@@ -41,7 +41,7 @@ class Config:
     pdl: bool
 
 
-def plan(T: int, H: int, arch: int) -> Config:
+def plan(H: int, arch: int) -> Config:
     """Pure; no sum depends on it. Four warps lie side by side over 512 channels, so that a pool over rows stays in a thread."""
     # 8 or 16 heads would have the shape of the rows that are pooled, and the layout of one is bad for the other
     return Config(min(4, triton.next_power_of_2(H)), num_warps=4, pdl=arch >= 90)

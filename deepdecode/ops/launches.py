@@ -162,7 +162,7 @@ def attn_prepare(
             side(1, fmt, compressed, (comp_kv, comp_gate, ape, norm, state_kv, state_score)),
             side(2, index_fmt, index_keys, index_parts),
             entry_write, index_q, index_weights, ratio=ratio, num_slots=num_slots, norm_eps=norm_eps,
-            config=kernel.plan(q.shape[0], q.shape[1], _arch(q)),
+            config=kernel.plan(q.shape[1], _arch(q)),
         )  # fmt: skip
     return [t for t in out if t is not None]
 
