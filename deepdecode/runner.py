@@ -275,17 +275,21 @@ def _seed(row: Row, sampling: Sampling) -> int:
     return (sampling.seed + row.row + 2**63) % 2**64 - 2**63
 
 
+def _pair(sampling: Sampling, T: int) -> torch.Tensor:
+    return torch.tensor([[sampling.temperature] * T, [sampling.top_p] * T], dtype=torch.float64)
+
+
 class _Bucket:
     """The decode step of a fixed number of rows as a graph: inputs and outputs that stay where they are.
 
-    inputs: int64 [4, T], rows of tokens, positions, slots and seeds; sampling: float64 [2], temperature and top_p.
+    inputs: int64 [4, T], rows of tokens, positions, slots and seeds; sampling: float64 [2, T], temperature and top_p.
     logits: [T, vocab], sampled: int64 [T], of the last run.
     """
 
     def __init__(self, runner: Runner, ints: torch.Tensor, sampling: Sampling) -> None:
         device, T = runner.device, ints.shape[1]
         self.inputs = ints.to(device)
-        self.sampling = torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64, device=device)
+        self.sampling = _pair(sampling, T).to(device)
         self.sampled = torch.zeros(T, dtype=torch.int64, device=device)
         self.logits = torch.empty(0)
         # kernels of a replay, by entry
@@ -297,7 +301,7 @@ class _Bucket:
             where = runner.cache.step(tokens, positions.int(), slots.int(), prefill=False)
             # the graph's own memory: every replay writes the same place
             self.logits = forward(runner.weights, runner.cache.layers, where, runner.ops, ranks=runner.ranks)
-            temperature, top_p = self.sampling.unsqueeze(1).expand(2, T)
+            temperature, top_p = self.sampling
             self.sampled.copy_(runner.ops.sample(self.logits, temperature, top_p, seeds, positions + 1))
             self.kernels = kernel_runs - before
 
@@ -309,7 +313,7 @@ class _Bucket:
 
     def run(self, ints: torch.Tensor, sampling: Sampling) -> None:
         self.inputs.copy_(ints)
-        self.sampling.copy_(torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64))
+        self.sampling.copy_(_pair(sampling, len(self.sampled)))
         self._captured.replay()
         if self._captured.launches is not None:
             kernel_runs.update(self.kernels)

@@ -70,6 +70,29 @@ def test_what_no_kernel_covers_is_said_and_done_by_the_reference(as_on_a_gpu, ca
     assert caplog.messages[1].startswith("attn_prepare: no kernel for q [2, 2, 512], fp8_584 rows: activations and states must")
 
 
+def test_one_value_expanded_to_all_rows_is_sampled_with(as_on_a_gpu, monkeypatch):
+    """Kernels read a row's temperature beside its neighbour's: what has no distance from row to row is laid out first."""
+    given = []
+    monkeypatch.setattr(fused.launches, "sample", lambda *args: given.append(args) or args[0].argmax(-1))
+    logits, ints = torch.randn(3, 50), torch.arange(6).view(3, 2)
+    temperature, top_p = torch.tensor([[0.5], [0.9]]).expand(2, 3)
+    fused.sample(logits, temperature, top_p, ints[:, 0], ints[:, 1])
+    rows = [t.tolist() for t in given[0][1:]]
+    assert rows == [[0.5] * 3, [pytest.approx(0.9)] * 3, [0, 2, 4], [1, 3, 5]]
+    assert all(t.is_contiguous() for t in given[0][1:])
+
+
+def test_layouts_that_no_kernel_reads_are_said(as_on_a_gpu, caplog):
+    case = prepare_inputs([3, 8], 4, H=2)
+    twisted = replace(case.inputs, comp_gate=case.inputs.comp_gate.contiguous())
+    assert fused.attn_prepare(*replace(case, inputs=twisted).args()).q.shape == case.q.shape
+    assert "one distance from token to token" in caplog.text
+    turned = replace(case, q=case.q.transpose(1, 2).contiguous().transpose(1, 2))
+    want = reference.attn_prepare(*replace(turned.again(), inputs=contiguous(case.inputs)).args())
+    assert same_bits(fused.attn_prepare(*turned.args()).q, want.q)
+    assert "every token's row must be contiguous" in caplog.text
+
+
 def test_old_archs_take_the_reference(as_on_a_gpu, monkeypatch, caplog):
     monkeypatch.setattr(fused, "arch", lambda tensor: 75)
     x = torch.randn(2, 64).bfloat16()

@@ -148,6 +148,12 @@ def attn_prepare(
         state = "float32" if cache.state is None else _dtype(cache.state.kv)
         index_fmt = cache.index_keys.fmt if cache.index_keys else None
         reason = kernel.supports(T, D, 2 * len(freqs), _dtype(q), cache.window.fmt, index, index_fmt, state)
+        pairs = ((inputs.comp_kv, inputs.comp_gate), (inputs.index_kv, inputs.index_gate))
+        whole = (q, index_q, inputs.kv, inputs.index_weights, *(t for pair in pairs for t in pair))
+        if not all(t is None or t[0].is_contiguous() for t in whole):
+            reason = "every token's row must be contiguous"
+        if any(kv is not None and gate is not None and kv.stride(0) != gate.stride(0) for kv, gate in pairs):
+            reason = "a compressor's two products must have one distance from token to token"
         if cache.compressed is not None and cache.compressed.fmt != cache.window.fmt:
             reason = f"window and compressed rows must have one format, got {cache.window.fmt} and {cache.compressed.fmt}"
         if _runs("attn_prepare", q, f"q {list(q.shape)}, {cache.window.fmt} rows", reason):
@@ -209,6 +215,8 @@ def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -
 
         E, C = weights.gate.shape
         reason = kernel.supports(len(x), C, E, config.experts_per_token, _dtype(x), _dtype(weights.gate))
+        if not all(t is None or t.is_contiguous() for t in (tokens, weights.gate, weights.bias, weights.tid2eid)):
+            reason = "tokens and weights must be contiguous"
         if _runs("route", x, f"x {list(x.shape)}, {E} experts", reason):
             top_k = config.experts_per_token
             return launches.route(x, weights.gate, weights.bias, weights.tid2eid, tokens, top_k, config.routed_scale)
@@ -232,7 +240,9 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, po
         from deepdecode.kernels import sample as kernel
 
         if _runs("sample", logits, f"logits {list(logits.shape)}", kernel.supports(_dtype(logits))):
-            return launches.sample(logits, temperature, top_p, seeds, positions)
+            # one value expanded to all rows is a row's too
+            rows = (t.contiguous() for t in (temperature, top_p, seeds, positions))
+            return launches.sample(logits, *rows)
     return reference.sample(logits, temperature, top_p, seeds, positions)
 
 
