@@ -10,7 +10,7 @@ import triton.language as tl
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.codes import FP4, FP8, PLAIN
 from deepdecode.kernels.linear_plan import Case, Config, plan, supports
-from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
+from deepdecode.kernels.product import blocks_of, product
 
 KINDS = {"plain": PLAIN, "fp8": FP8, "fp4": FP4}
 
@@ -50,13 +50,9 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2.
-
-    PDL: the program starts while the kernel before it ends, and fetches its weights meanwhile.
-    """
+    """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     group = tl.program_id(2)
@@ -64,10 +60,6 @@ def linear_kernel(
     row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
     w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
-    if PDL:
-        fetch(w_row, row_bytes(w_ptr, K, KIND))
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
@@ -105,11 +97,9 @@ def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: s
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
-        PDL=config.pdl,
         INTERPRET=not x.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if config.pdl else {}),
     )
 
 
@@ -153,4 +143,4 @@ def compile_args(config: Config, kind: str, out: str = "bf16", plain: str = "bf1
     types |= dict.fromkeys(("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot"), "i32:16")
     constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "SLICES": config.slices, "WARPS": config.num_warps}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k}
-    return types, constants | {"PDL": config.pdl, "INTERPRET": False}
+    return types, constants | {"INTERPRET": False}

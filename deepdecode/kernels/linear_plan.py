@@ -34,7 +34,6 @@ class Config:
     """Programs take block_m rows for block_t tokens, block_k columns at a time.
 
     slices: parts of K, each a warp's; 1: all warps take all of K, for rows of their own.
-    pdl: start while the kernel before it ends.
     """
 
     block_m: int
@@ -43,7 +42,6 @@ class Config:
     slices: int
     num_warps: int
     num_stages: int
-    pdl: bool = False
 
 
 def supports(case: Case, card: Card) -> str | None:
@@ -62,9 +60,20 @@ def supports(case: Case, card: Card) -> str | None:
 @cache
 def plan(case: Case, card: Card) -> Config:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree."""
-    block_t = next((size for size in (8, 16, 32) if size >= case.T), 64)
-    if block_t <= 16 and case.out * case.groups < 65536:
-        if case.K >= 2048:
-            return Config(16, block_t, 128, slices=4, num_warps=4, num_stages=3)
-        return Config(32, block_t, 128, slices=2, num_warps=2, num_stages=2)
-    return Config(64, block_t, 128 if case.weight != "float32" else 64, slices=1, num_warps=4, num_stages=3)
+    rows = case.out * case.groups
+    stages = 3 if case.weight == "float32" else 4
+    block_k = 64 if case.weight == "float32" else 128
+    if case.T > 16:
+        if rows <= 2048:
+            # tiles of tokens share the few rows in L2
+            return Config(16, 16, block_k, slices=4, num_warps=4, num_stages=3)
+        block_t = 32 if case.T <= 32 or rows < 8192 else 64
+        return Config(64, block_t, block_k, slices=1, num_warps=4, num_stages=stages if block_t == 32 else 3)
+    block_t = 8 if case.T <= 8 else 16
+    if rows >= 65536 or (block_t == 16 and rows >= 8192 and case.K < 2048):
+        return Config(64, block_t, block_k, slices=1, num_warps=4, num_stages=stages)
+    if case.K < 2048:
+        if rows >= 32768:
+            return Config(32, block_t, block_k, slices=2, num_warps=2, num_stages=2)
+        return Config(16, block_t, block_k, slices=2, num_warps=2, num_stages=3)
+    return Config(16 if rows < 8192 or block_t == 8 else 32, block_t, block_k, slices=4, num_warps=4, num_stages=3)

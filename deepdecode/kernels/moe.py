@@ -15,9 +15,8 @@ import triton.language as tl
 
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
-from deepdecode.kernels.moe_few import w2_few_kernel
 from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports
-from deepdecode.kernels.product import blocks_of, fetch, product, row_bytes
+from deepdecode.kernels.product import blocks_of, product
 
 # ids that a program looks at at once
 MAX_CHUNK = 256
@@ -115,25 +114,19 @@ def w13_kernel(
     SLICES: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """h [pairs, I] and shared_h [T, SHARED_I]. PDL: programs start while the kernel before them ends; so does the next one."""
+    """h [pairs, I] and shared_h [T, SHARED_I]."""
     M: tl.constexpr = 2 * BLOCK_I
     m = tl.arange(0, M)
     i = tl.program_id(0) * BLOCK_I + m // 16 * 8 + m % 8
     out_i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_up = m // 8 % 2
     job = tl.program_id(1)
-    shared_row = blocks_of(tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I, SLICES, WARPS)
-    w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, shared_row, stride_shared, stride_shared_scale, SHARED_KIND)
-    if PDL:
-        if job < shared_jobs:
-            fetch(w_row, row_bytes(shared_ptr, K, SHARED_KIND))
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if job < shared_jobs:
         if tl.program_id(0) * BLOCK_I < SHARED_I:
+            row = blocks_of(tl.minimum(i, SHARED_I - 1) + is_up * SHARED_I, SLICES, WARPS)
+            w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
             t = job * SHARED_T + tl.arange(0, SHARED_T)
             acc = product(
                 x_ptr + t.to(tl.int64) * stride_x,
@@ -219,82 +212,71 @@ def w2_kernel(
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SHARED_T: tl.constexpr,
     SLICES: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's.
-
-    PDL: weights are fetched while `w13_kernel` ends. The ids are there: that kernel lets this one start after its own wait.
-    """
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = blocks_of(tl.minimum(m, C - 1), SLICES, WARPS)
+    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's. A program takes TURNS tiles of rows."""
+    tile = tl.program_id(0) * TURNS
     job = tl.program_id(1)
     if job < shared_jobs:
-        w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
-        if PDL:
-            fetch(w_row, row_bytes(shared_ptr, SHARED_I, SHARED_KIND))
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         t = job * SHARED_T + tl.arange(0, SHARED_T)
-        acc = product(
-            shared_h_ptr + t.to(tl.int64) * SHARED_I,
-            t < T,
-            w_row,
-            scale_row,
-            SHARED_I,
-            SHARED_KIND,
-            SHARED_E8M0,
-            SHARED_EVEN,
-            SLICES,
-            WARPS,
-            BLOCK_K,
-            INTERPRET,
-        )
-        at = y_ptr + ((pairs + t).to(tl.int64) * C)[None, :] + m[:, None]
-        tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
+        for turn in range(TURNS):
+            m = (tile + turn) * BLOCK_M + tl.arange(0, BLOCK_M)
+            row = blocks_of(tl.minimum(m, C - 1), SLICES, WARPS)
+            w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
+            acc = product(
+                shared_h_ptr + t.to(tl.int64) * SHARED_I,
+                t < T,
+                w_row,
+                scale_row,
+                SHARED_I,
+                SHARED_KIND,
+                SHARED_E8M0,
+                SHARED_EVEN,
+                SLICES,
+                WARPS,
+                BLOCK_K,
+                INTERPRET,
+            )
+            at = y_ptr + ((pairs + t).to(tl.int64) * C)[None, :] + m[:, None]
+            tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
     else:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
-        at_expert = tl.maximum(expert, 0).to(tl.int64)
-        w_row, scale_row = rows_of(
-            w_ptr + at_expert * stride_we, scale_ptr + at_expert * stride_se, row, stride_w, stride_s, KIND
-        )
-        if PDL:
-            if count > 0:
-                fetch(w_row, row_bytes(w_ptr, I, KIND))
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         if count > 0:
+            w_ptr += expert.to(tl.int64) * stride_we
+            scale_ptr += expert.to(tl.int64) * stride_se
             for begin in range(0, count, BLOCK_T):
                 pair = _pairs_of(ids_ptr, expert, begin, pairs, first, E, CHUNK, BLOCK_T)
                 live = begin + tl.arange(0, BLOCK_T) < count
-                acc = product(
-                    h_ptr + pair.to(tl.int64) * I,
-                    live,
-                    w_row,
-                    scale_row,
-                    I,
-                    KIND,
-                    E8M0,
-                    EVEN,
-                    SLICES,
-                    WARPS,
-                    BLOCK_K,
-                    INTERPRET,
-                )
-                at = y_ptr + (pair.to(tl.int64) * C)[None, :] + m[:, None]
-                tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
+                for turn in range(TURNS):
+                    m = (tile + turn) * BLOCK_M + tl.arange(0, BLOCK_M)
+                    row = blocks_of(tl.minimum(m, C - 1), SLICES, WARPS)
+                    w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_s, KIND)
+                    acc = product(
+                        h_ptr + pair.to(tl.int64) * I,
+                        live,
+                        w_row,
+                        scale_row,
+                        I,
+                        KIND,
+                        E8M0,
+                        EVEN,
+                        SLICES,
+                        WARPS,
+                        BLOCK_K,
+                        INTERPRET,
+                    )
+                    at = y_ptr + (pair.to(tl.int64) * C)[None, :] + m[:, None]
+                    tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs", "top_k", "first", "E"])
-def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
@@ -306,20 +288,12 @@ def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl
     tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
-KERNELS = {"w13": w13_kernel, "w2": w2_kernel, "w2_few": w2_few_kernel}
-
-
 def _tile(tile: Tile) -> dict[str, int]:
     """The part of a kernel's launch that its tile says."""
     return {
         "SLICES": tile.slices, "WARPS": tile.num_warps, "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
-
-
-def shared_k(shared_I: int, tile: Tile) -> int:
-    """Columns of the shared expert that each warp of `w2_few_kernel` takes in a step."""
-    return max(32, min(128, triton.next_power_of_2(shared_I // tile.num_warps)))
 
 
 def launch(
@@ -357,7 +331,6 @@ def launch(
     shared_jobs = triton.cdiv(T, config.shared_t)
     even13 = C % (config.w13.slices * config.w13.block_k) == 0
     even2, shared_even2 = (width % (config.w2.slices * config.w2.block_k) == 0 for width in (I, shared_I))
-    pdl = {"launch_pdl": True} if config.pdl else {}
     common = {
         "KIND": KINDS[kind],
         "SHARED_KIND": KINDS[shared_kind],
@@ -365,9 +338,7 @@ def launch(
         "CHUNK": max(16, min(MAX_CHUNK, triton.next_power_of_2(pairs))),
         "BLOCK_T": config.block_t,
         "SHARED_T": config.shared_t,
-        "PDL": config.pdl,
         "INTERPRET": not x.is_cuda,
-        **pdl,
     }
     w13_kernel[triton.cdiv(max(I, shared_I), config.w13.rows // 2), shared_jobs + slots](
         x,
@@ -403,52 +374,8 @@ def launch(
         **_tile(config.w13),
         **common,
     )
-    if config.few:
-        tile = config.w2
-        w2_few_kernel[(triton.cdiv(C, tile.rows),)](
-            h,
-            shared_h,
-            ids,
-            codes[1],
-            scales[1],
-            codes[3],
-            scales[3],
-            out,
-            T,
-            pairs,
-            top_k,
-            first_expert,
-            E,
-            I,
-            shared_I,
-            C,
-            codes[1].stride(0),
-            codes[1].stride(1),
-            scales[1].stride(0),
-            scales[1].stride(1),
-            codes[3].stride(0),
-            scales[3].stride(0),
-            KIND=KINDS[kind],
-            SHARED_KIND=KINDS[shared_kind],
-            E8M0=e8m0[1],
-            SHARED_E8M0=e8m0[3],
-            EVEN=I % tile.block_k == 0,
-            SHARED_EVEN=shared_I % (tile.num_warps * shared_k(shared_I, tile)) == 0,
-            BLOCK_M=tile.rows,
-            BLOCK_T=triton.next_power_of_2(max(8, T)),
-            WARPS=tile.num_warps,
-            ROUNDS=triton.cdiv(pairs, tile.num_warps),
-            BLOCK_K=tile.block_k,
-            SHARED_K=shared_k(shared_I, tile),
-            PDL=config.pdl,
-            INTERPRET=not x.is_cuda,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **pdl,
-        )
-        return
     y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
-    w2_kernel[triton.cdiv(C, config.w2.rows), shared_jobs + slots](
+    w2_kernel[triton.cdiv(C, config.w2.rows * config.w2_turns), shared_jobs + slots](
         h,
         shared_h,
         ids,
@@ -476,12 +403,11 @@ def launch(
         EVEN=even2,
         SHARED_EVEN=shared_even2,
         BLOCK_M=config.w2.rows,
+        TURNS=config.w2_turns,
         **_tile(config.w2),
         **common,
     )
-    combine_kernel[T, triton.cdiv(C, 1024)](
-        y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, PDL=config.pdl, num_warps=4, **pdl
-    )
+    combine_kernel[T, triton.cdiv(C, 1024)](y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4)
 
 
 def run(
@@ -528,12 +454,12 @@ def _kind(w: torch.Tensor) -> str:
 
 
 def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp8") -> tuple[dict[str, str], dict[str, object]]:
-    """Types and constants of "w13", "w2" or "w2_few" as `launch` passes them for the model, to compile it without a GPU."""
-    pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32", "out": "bf16"}
+    """Types and constants of "w13" or "w2" as `launch` passes them for sizes of the model, to compile it without a GPU."""
+    pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32"}
     pointers |= {"w": "u8" if kind != "plain" else "bf16", "shared": "u8" if shared != "plain" else "bf16"}
     pointers |= dict.fromkeys(("scale", "shared_scale"), "u8")
     counts = ("T", "pairs", "top_k", "first", "E", "shared_jobs")
-    function = KERNELS[name]
+    function = w13_kernel if name == "w13" else w2_kernel
     types = {f"{pointer}_ptr": f"*{type_}:16" for pointer, type_ in pointers.items()} | dict.fromkeys(counts, "i32")
     types |= {"limit": "fp32"} | dict.fromkeys(("K", "I", "SHARED_I", "C"), "i32:16")
     types |= {argument: "i32:16" for argument in function.arg_names if argument.startswith("stride_")}
@@ -541,7 +467,6 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     constants |= {"SHARED_EVEN": True, "BY_PAIR": True}
     tile = config.w13 if name == "w13" else config.w2
     constants |= {"CHUNK": MAX_CHUNK, "BLOCK_I": tile.rows // 2, "BLOCK_M": tile.rows, "BLOCK_T": config.block_t}
-    constants |= {"SHARED_T": config.shared_t, "PDL": config.pdl, "INTERPRET": False, **_tile(tile)}
-    constants |= {"ROUNDS": 1, "SHARED_K": 32}
+    constants |= {"SHARED_T": config.shared_t, "TURNS": config.w2_turns, "INTERPRET": False, **_tile(tile)}
     names = set(function.arg_names)
     return {k: v for k, v in types.items() if k in names}, {k: v for k, v in constants.items() if k in names}

@@ -41,18 +41,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time.
-
-    few: of the second product, every warp takes a pair of its own, and a program adds all pairs of all tokens.
-    pdl: kernels start while the one before them ends.
-    """
+    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time. w2_turns: tiles of rows of a w2 program."""
 
     w13: Tile
     w2: Tile
     block_t: int
     shared_t: int
-    few: bool = False
-    pdl: bool = False
+    w2_turns: int = 1
 
 
 def supports(case: Case, card: Card) -> str | None:
@@ -76,5 +71,10 @@ def plan(case: Case, card: Card) -> Config:
     # tokens that an expert meets on average, if all are as likely
     block_t = 8 if case.T * case.top_k <= 4 * case.E else 16
     shared_t = 8 if case.T <= 8 else 16
-    whole = Tile(64, 128, slices=1, num_warps=4, num_stages=3)
-    return Config(whole, whole, block_t, shared_t)
+    many = Tile(64, 128, slices=1, num_warps=4, num_stages=3)
+    # a rank's eighth of few experts would not fill the card: finer tiles, and K among the warps
+    tiles = min(case.T * case.top_k, case.E) * -(-2 * case.I // 64)
+    w13 = many if tiles >= 2 * card.sms else Tile(16, 128, slices=4, num_warps=4, num_stages=3)
+    # a narrow expert's rows end before a program has found its tokens: it takes more of them
+    turns = 8 if case.I <= 512 and tiles >= 2 * card.sms else 1
+    return Config(w13, many, block_t, shared_t, turns)

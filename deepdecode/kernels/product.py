@@ -27,102 +27,9 @@ from deepdecode.kernels.codes import (
 
 
 @triton.jit
-def row_bytes(w_ptr, K, KIND: tl.constexpr):
-    return K * w_ptr.dtype.element_ty.primitive_bitwidth // (16 if KIND == FP4 else 8)
-
-
-@triton.jit
 def blocks_of(row, SLICES: tl.constexpr, WARPS: tl.constexpr):
     """Numbers of rows [M] as `product` takes them: a block for each warp that has rows of its own."""
     return tl.reshape(row, (WARPS // SLICES, row.shape[0] * SLICES // WARPS))
-
-
-@triton.jit
-def fetch(w_row, nbytes):
-    """Bring rows of `nbytes` from each pointer into L2, before it is known what they are multiplied with."""
-    line = tl.arange(0, 32) * 128
-    for at in range(0, nbytes, 4096):
-        address = w_row.to(tl.int64)[:, :, None] + tl.minimum(at + line, nbytes - 1)[None, None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def products(
-    x_row,
-    x_live,
-    w_row,
-    scale_row,
-    K,
-    KIND: tl.constexpr,
-    E8M0: tl.constexpr,
-    EVEN: tl.constexpr,
-    SLICES: tl.constexpr,
-    WARPS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """One product a warp, float32 [WARPS, R, T], from pointers at the first columns of rows.
-
-    w_row, scale_row: [B, R], each warp's rows or, with B == 1, the same for all. x_row, x_live: [B, T], likewise.
-    SLICES: WARPS, if warps that have the same rows take turns along K; else 1. EVEN: K is a multiple of SLICES * BLOCK_K.
-    """
-    R: tl.constexpr = w_row.shape[1]
-    N: tl.constexpr = x_row.shape[1]
-    # [X, BLOCK_K, T] are the tokens of a step
-    X: tl.constexpr = SLICES if SLICES > 1 else x_row.shape[0]
-    # slices take turns: what the program reads at a time is one piece of each row, since memory opens a page for it
-    STEP: tl.constexpr = SLICES * BLOCK_K
-    first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]  # [SLICES, 1]
-    k = tl.arange(0, BLOCK_K)[None, :]
-    byte = tl.arange(0, BLOCK_K // 2)[None, :]
-    group = tl.arange(0, BLOCK_K // 32)[None, None, :]
-    acc = tl.zeros([WARPS, R, N], tl.float32)
-    if KIND == FP4:
-        # [WARPS, R, BLOCK_K / 32]
-        scale_at = scale_row[:, :, None] + (first // 32)[:, :, None] + group
-        next_scale = tl.load(scale_at, mask=first[:, :, None] + 32 * group < K, other=0)
-    elif KIND == FP8:
-        next_scale = tl.load(scale_row + first // 128, mask=first < K, other=0)  # [WARPS, R]
-    for at in range(0, K, STEP):
-        start = first + at
-        ahead = start + STEP
-        x_mask = x_live[:, None, :] & ((start + k < K) | EVEN)[:, :, None]
-        x = tl.load(x_row[:, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [X, BLOCK_K, N]
-        if INTERPRET:
-            x = x.to(tl.float32)
-        if KIND == FP4:
-            live = ((start + 2 * byte < K) | EVEN)[:, None, :]
-            packed = tl.load(w_row[:, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
-            scale = e8m0_float(next_scale) if INTERPRET else e8m0_bfloat(next_scale)
-            next_scale = tl.load(scale_at + (at + STEP) // 32, mask=ahead[:, :, None] + 32 * group < K, other=0)
-            # a group's scale, once for each of its columns
-            scale = tl.broadcast_to(scale[:, :, :, None], (WARPS, R, BLOCK_K // 32, 32))
-            w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET)
-            w = times(w, tl.reshape(scale, (WARPS, R, BLOCK_K)), INTERPRET)
-            x = fp4_order(x, X, BLOCK_K, N)
-        else:
-            live = ((start + k < K) | EVEN)[:, None, :]
-            w = tl.load(w_row[:, :, None] + (start + k)[:, None, :], mask=live, other=0)
-        if KIND == FP8:
-            scale = e8m0_float(next_scale) if E8M0 else next_scale
-            next_scale = tl.load(scale_row + ahead // 128, mask=ahead < K, other=0)
-            if SLICES > 1:
-                w = fp8_values(w, WARPS, R, BLOCK_K, INTERPRET)
-                x = fp8_order(x, X, BLOCK_K, N)
-            else:
-                w = fp8_natural(w, INTERPRET)
-        if INTERPRET or w.dtype == tl.float32:
-            w = w.to(tl.float32)
-            x = x.to(tl.float32)
-        x = tl.broadcast_to(x, (WARPS, BLOCK_K, N))
-        if KIND == FP8:
-            acc += tl.dot(w, x) * scale[:, :, None]
-        else:
-            # float32 weights are multiplied in full
-            acc = tl.dot(w, x, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit
@@ -140,6 +47,60 @@ def product(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """W x^T, float32 [M, T]; x_row and x_live [T], w_row and scale_row from `blocks_of` M rows. SLICES: WARPS or 1."""
-    acc = products(x_row[None, :], x_live[None, :], w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
-    return tl.sum(acc, 0) if SLICES > 1 else tl.reshape(acc, (acc.shape[0] * acc.shape[1], acc.shape[2]))
+    """W x^T, float32 [M, T]; x_row [T] and, from `blocks_of` M rows, w_row and scale_row point at the first columns of rows.
+
+    SLICES: WARPS or 1. EVEN: K is a multiple of SLICES * BLOCK_K.
+    """
+    R: tl.constexpr = w_row.shape[1]
+    N: tl.constexpr = x_row.shape[0]
+    # slices take turns: what the program reads at a time is one piece of each row, since memory opens a page for it
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    first = (tl.arange(0, SLICES) * BLOCK_K)[:, None]  # [SLICES, 1]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    byte = tl.arange(0, BLOCK_K // 2)[None, :]
+    group = tl.arange(0, BLOCK_K // 32)[None, None, :]
+    acc = tl.zeros([WARPS, R, N], tl.float32)
+    if KIND == FP4:
+        # [WARPS, R, BLOCK_K / 32]
+        scale_at = scale_row[:, :, None] + (first // 32)[:, :, None] + group
+        next_scale = tl.load(scale_at, mask=first[:, :, None] + 32 * group < K, other=0)
+    elif KIND == FP8:
+        next_scale = tl.load(scale_row + first // 128, mask=first < K, other=0)  # [WARPS, R]
+    for at in range(0, K, STEP):
+        start = first + at
+        ahead = start + STEP
+        x_mask = x_live[None, None, :] & ((start + k < K) | EVEN)[:, :, None]
+        x = tl.load(x_row[None, None, :] + (start + k)[:, :, None], mask=x_mask, other=0.0)  # [SLICES, BLOCK_K, N]
+        if INTERPRET:
+            x = x.to(tl.float32)
+        if KIND == FP4:
+            live = ((start + 2 * byte < K) | EVEN)[:, None, :]
+            packed = tl.load(w_row[:, :, None] + (start // 2 + byte)[:, None, :], mask=live, other=0)
+            scale = e8m0_float(next_scale) if INTERPRET else e8m0_bfloat(next_scale)
+            next_scale = tl.load(scale_at + (at + STEP) // 32, mask=ahead[:, :, None] + 32 * group < K, other=0)
+            # a group's scale, once for each of its columns
+            scale = tl.broadcast_to(scale[:, :, :, None], (WARPS, R, BLOCK_K // 32, 32))
+            w = fp4_values(packed, WARPS, R, BLOCK_K, INTERPRET)
+            w = times(w, tl.reshape(scale, (WARPS, R, BLOCK_K)), INTERPRET)
+            x = fp4_order(x, SLICES, BLOCK_K, N)
+        else:
+            live = ((start + k < K) | EVEN)[:, None, :]
+            w = tl.load(w_row[:, :, None] + (start + k)[:, None, :], mask=live, other=0)
+        if KIND == FP8:
+            scale = e8m0_float(next_scale) if E8M0 else next_scale
+            next_scale = tl.load(scale_row + ahead // 128, mask=ahead < K, other=0)
+            if SLICES > 1:
+                w = fp8_values(w, WARPS, R, BLOCK_K, INTERPRET)
+                x = fp8_order(x, SLICES, BLOCK_K, N)
+            else:
+                w = fp8_natural(w, INTERPRET)
+        if INTERPRET or w.dtype == tl.float32:
+            w = w.to(tl.float32)
+            x = x.to(tl.float32)
+        x = tl.broadcast_to(x, (WARPS, BLOCK_K, N))
+        if KIND == FP8:
+            acc += tl.dot(w, x) * scale[:, :, None]
+        else:
+            # float32 weights are multiplied in full
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    return tl.sum(acc, 0) if SLICES > 1 else tl.reshape(acc, (WARPS * R, N))
