@@ -41,8 +41,8 @@ def supports(T: int, C: int, streams: str, fn: str) -> str | None:
         return f"streams and fn must be bfloat16 and float32, got {streams} and {fn}"
     if C % 32 or C > 8192:
         return f"C must be a multiple of 32 up to 8192, got {C}"
-    if T > 65535 * 16:
-        return f"T must be at most {65535 * 16}, got {T}"
+    if T > 65535 * 8:
+        return f"T must be at most {65535 * 8}, got {T}"
     return None
 
 
