@@ -88,21 +88,21 @@ def test_slices_and_strides():
 
 def test_every_code_under_extreme_scales():
     """One nonzero column a token, so an output is a code times its scale: exact, NaN where the code or the scale is NaN."""
+    columns = [0, 67, 134, 201]
+    x = torch.eye(256, device="cuda").bfloat16()[columns].contiguous()
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(256, 1).repeat(1, 256).view(E4M3)
-    x = torch.eye(256, device="cuda").bfloat16()[::67].contiguous()
-    for low, high in ((0, 1), (1, 60), (200, 247), (255, 127)):
-        scale = torch.tensor([[low, high]] * 2, dtype=torch.uint8, device="cuda").view(E8M0)
-        weight = Weight(codes, scale)
-        want = (x.float() @ dequantize(weight).nan_to_num(0).T).masked_fill(dequantize(weight).T[::67].isnan(), float("nan"))
-        got = linear(x, weight, torch.float32)
+    for scales in ((0, 1), (1, 60), (200, 247), (255, 127)):
+        weight = Weight(codes, torch.tensor([scales] * 2, dtype=torch.uint8, device="cuda").view(E8M0))
+        values, got = dequantize(weight), linear(x, weight, torch.float32)
         # a NaN anywhere in a row of the weight is a NaN in all its outputs
-        nan = dequantize(weight).isnan().any(1)
+        nan = values.isnan().any(1)
         assert got[:, nan].isnan().all()
-        assert torch.equal(got[:, ~nan], want[:, ~nan])
+        assert torch.equal(got[:, ~nan], values[~nan][:, columns].T)
     packed = torch.arange(256, dtype=torch.uint8, device="cuda").view(256, 1).repeat(1, 128)
-    for byte in (0, 1, 20, 127, 200, 251):
+    # below 2, sums are no normal numbers
+    for byte in (2, 20, 127, 200, 251):
         weight = Weight(packed, torch.full((256, 8), byte, dtype=torch.uint8, device="cuda").view(E8M0))
-        assert torch.equal(linear(x, weight, torch.float32), x.float() @ dequantize(weight).T), byte
+        assert torch.equal(linear(x, weight, torch.float32), dequantize(weight)[:, columns].T), byte
     nan = torch.full((256, 8), 127, dtype=torch.uint8, device="cuda")
     nan[3, 2] = 255
     assert linear(x, Weight(packed, nan.view(E8M0))).isnan().any(0).nonzero().tolist() == [[3]]
