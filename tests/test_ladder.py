@@ -139,7 +139,7 @@ def test_a_row_holds_what_was_measured(small, tmp_path):
     assert saved == [1, 2, 3, 4]
     row = rows[1]
     assert (row["us_warm"], row["us_warm_low"], row["us_warm_high"]) == (40_000.0, 40_000.0, 40_000.0)
-    # 0.6 seconds hold 15 steps, whole groups of four are 12
+    # 0.5 seconds hold 12 steps
     assert (row["timed_steps"], row["repeats"]) == (12, 3)
     assert row["tokens_per_s"] == 50.0
     assert row["bytes"] == sum(small.bytes(2).values()) > 10_000
@@ -202,6 +202,12 @@ def test_a_failed_profile_is_no_time_either(small, tmp_path):
     )
     assert [row["error"] for row in rows] == ["RuntimeError: CUPTI says no"]
     assert not {"us_warm", "tokens_per_s", "profile", "trace"} & set(rows[0])
+
+
+def test_what_a_short_run_should_have_comes_first():
+    plan = plan_of(SLOW, rung("middle"), QUICK, VARIANT, levels=(2,))
+    assert [rung.name for rung, _, _ in plan.by_worth()] == ["quick", "slow", "middle", "variant"]
+    assert [rung.name for rung, _, _ in plan.cells()] == ["slow", "middle", "quick", "variant"]
 
 
 def test_a_failed_logits_gate_is_no_time_either(small, tmp_path):

@@ -17,8 +17,8 @@ from deepdecode.ladder.instruments import (
     gpu_instruments,
     profile_steps,
     time_steps,
-    write_slim,
 )
+from deepdecode.ladder.slim import Slimming, write_slim
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.rungs import RUNGS
 from deepdecode.slices import RankSlice
@@ -42,8 +42,8 @@ class Clock:
         return self.now - before
 
 
-# 132 positions in three passes, whole groups of four that fit 0.6 s, and four at least
-@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (13.6, 44), (13.7, 40), (16.0, 36), (700.0, 4)])
+# 132 positions in three passes, whole groups of four that fit 0.5 s, and four at least
+@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (11.3, 44), (11.4, 40), (13.0, 36), (700.0, 4)])
 def test_a_pass_fits_its_time(ms, steps):
     clock = Clock(ms)
     found = time_steps(clock.replay, clock.seconds)
@@ -80,6 +80,20 @@ def test_a_slim_trace_gives_the_same_profile(tmp_path):
     first = slim.read_bytes()
     write_slim(document, slim)
     assert slim.read_bytes() == first
+
+
+def test_traces_are_written_beside_the_measurement(tmp_path):
+    whole, slim, broken = kineto(tmp_path / "whole.json"), tmp_path / "slim.json.gz", tmp_path / "broken.json"
+    broken.write_text("{")
+    before = profile(load(whole))
+    slimming = Slimming()
+    slimming.start(whole, slim)
+    slimming.start(broken, tmp_path / "none.json.gz")
+    [failed] = slimming.wait()
+    assert failed.startswith("none.json.gz: json.decoder.JSONDecodeError")
+    assert profile(load(slim)).device.kernel_rows == before.device.kernel_rows
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["slim.json.gz"]
+    assert slimming.wait() == []
 
 
 def test_profiled_steps_are_counted(tmp_path):

@@ -1,6 +1,7 @@
 """Climb: every rung at every concurrency is checked, timed and profiled; each row is written down as soon as it is known."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from deepdecode.ladder.gates import Gate, step_gates
 from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
+from deepdecode.ladder.slim import Slimming
 from deepdecode.ops.table import Ops
 from deepdecode.rungs import Rung
 from deepdecode.trace import Profile
@@ -54,7 +56,16 @@ class Plan:
         return tuple(sorted({*self.concurrency, self.profiled}))
 
     def cells(self) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
-        for rung in self.rungs:
+        """Rung, concurrency, and the keys of the row, bottom up."""
+        yield from self._cells(self.rungs)
+
+    def by_worth(self) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
+        """The same, what a run that is cut short should have first: the top, the yardsticks, the rest, other forms."""
+        top = next((rung for rung in reversed(self.rungs) if not rung.beside), None)
+        yield from self._cells(sorted(self.rungs, key=lambda rung: (rung is not top, bool(rung.beside), not rung.yardstick)))
+
+    def _cells(self, rungs: Sequence[Rung]) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
+        for rung in rungs:
             for concurrency in self.levels:
                 values = (rung.name, self.slice, concurrency, self.context, self.layers)
                 yield rung, concurrency, dict(zip(KEYS, values, strict=True))
@@ -98,7 +109,7 @@ def climb(
     save: Callable[[list[dict[str, Any]]], None],
     say: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Measure what `done` does not hold, bottom up. Whatever fails is a row that says so, and the rest go on.
+    """Measure what `done` does not hold. Whatever fails is a row that says so, and the rest go on.
 
     Args:
         slice: built once, for all rungs.
@@ -115,7 +126,8 @@ def climb(
     order = [_key(case) for _, _, case in plan.cells()]
     bandwidth = None
     logits: dict[str, Gate | str] = {}
-    for rung, concurrency, case in plan.cells():
+    slimming = Slimming()
+    for rung, concurrency, case in plan.by_worth():
         if _key(case) in rows:
             continue
         if bandwidth is None:
@@ -129,13 +141,17 @@ def climb(
             row["error"] = f"logits gate: {gate}"
         else:
             row["gates"] = [_told(gate)]
-            found = _guarded(lambda args=(plan, rung.ops, concurrency, slice, instruments, path, row): _measure(*args))
+            found = _guarded(
+                lambda args=(plan, rung.ops, concurrency, slice, instruments, path, row, slimming): _measure(*args)
+            )
             if isinstance(found, str):
                 row["error"] = found
         rows[_key(case)] = row
         say(row)
         save([rows[key] for key in order if key in rows])
         _free()
+    for line in slimming.wait():
+        print(f"ladder: a trace could not be written: {line}", file=sys.stderr)
     return [rows[key] for key in order]
 
 
@@ -162,7 +178,14 @@ def _free() -> None:
 
 
 def _measure(
-    plan: Plan, ops: Ops, concurrency: int, slice: Slice, instruments: Instruments, path: Path, row: dict[str, Any]
+    plan: Plan,
+    ops: Ops,
+    concurrency: int,
+    slice: Slice,
+    instruments: Instruments,
+    path: Path,
+    row: dict[str, Any],
+    slimming: Slimming,
 ) -> None:
     """Fill the row. A step that fails a gate gets no time."""
     graph = slice.graph(ops, concurrency)
@@ -179,7 +202,9 @@ def _measure(
     moved = slice.bytes(concurrency)
     floor_us = sum(moved.values()) / row["copy_bandwidth_tb_s"] / 1e6
     hit = slice.experts_hit(concurrency)
-    trace, kept = trace_path(path, row["rung"], concurrency), concurrency == plan.profiled
+    kept = concurrency == plan.profiled
+    trace = trace_path(path, row["rung"], concurrency)
+    whole = trace.with_name(trace.name.removesuffix(".json.gz") + "-whole.json")
     measured: dict[str, Any] = {
         "T": batch,
         "us_warm": round(1e3 * tpot.ms, 2),
@@ -195,14 +220,15 @@ def _measure(
         "experts_hit": {"mean": round(sum(hit) / max(1, len(hit)), 2), "min": min(hit, default=0), "max": max(hit, default=0)},
         "graph_launches": graph.launches,
         "profile": _summary(
-            profile_steps(graph.replay, instruments.record, trace, batch, KEPT_STEPS if kept else SUMMED_STEPS)
+            profile_steps(graph.replay, instruments.record, whole, batch, KEPT_STEPS if kept else SUMMED_STEPS)
         ),
     }
     if kept:
-        entries = profile_entries(graph.eager, instruments.record, trace.with_name("eager-" + trace.name))
+        slimming.start(whole, trace)
+        entries = profile_entries(graph.eager, instruments.record, trace.with_name(f"eager-{whole.name}"))
         measured |= {"trace": trace.name, "entries": {name: asdict(entry) for name, entry in entries.items()}}
     else:
-        trace.unlink()
+        whole.unlink()
     # all or nothing: a step that failed on the way has no time
     row |= measured
 

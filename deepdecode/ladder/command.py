@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,10 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     plan = Plan(request.slice, rungs, levels, profiled, request.context, layers, request.commit or current_commit())
     card = str(instruments.device["name"]).lower().removeprefix("nvidia ").replace(" ", "-")
     path = request.out / card / f"ladder-{request.slice}.json"
+    gate = LogitsGate(device)
+    # on one CPU thread, while the GPU makes weights
+    preparing = threading.Thread(target=gate.prepare)
+    preparing.start()
     bar = Progress("layers made")
     slice = RankSlice(
         config,
@@ -155,7 +160,8 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
         progress=bar.step,
     )
     bar.end()
-    document = run(request, plan, slice, instruments, LogitsGate(device), path)
+    preparing.join()
+    document = run(request, plan, slice, instruments, gate, path)
     return _report(request, document, path)
 
 

@@ -1,10 +1,9 @@
 """What a step is measured with: a clock, a profiler, a bandwidth. They are values, so that a test can hand in its own."""
 
 import contextlib
-import gzip
-import json
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -17,22 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepdecode.ops.table import Ops
 from deepdecode.trace import Profile, load, profile
-from deepdecode.trace.columns import GRAPH_LAUNCH, LAUNCH, call_kind
 from deepdecode.trace.model import Trace
 from deepdecode.trace.steps import launch_of
 
 # three passes follow one another over 132 positions, so that compressors complete entries at their natural rate
 REPEATS, PASS_STEPS = 3, 44
 # of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
-PASS_S = 0.6
+PASS_S = 0.5
 # of a trace that is kept, enough that the reader can tell a change from noise; of one that is only summed up
 KEPT_STEPS, SUMMED_STEPS = 4, 2
 # how `StepGraph.eager` names the range of an entry of the table
 RANGE = "ops."
 OTHER = "between the entries"
-# what a slim trace keeps: GPU work, what launched it, and named ranges
-KEPT = ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
-ARGS = ("device", "stream", "correlation", "grid", "block", "graph id", "graph node id")
 
 
 @dataclass(frozen=True)
@@ -78,12 +73,7 @@ def gpu_instruments(device: torch.device) -> Instruments:
             work()
             torch.cuda.synchronize(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_name(path.name + ".whole")
-        recorded.export_chrome_trace(str(whole))
-        try:
-            write_slim(json.loads(whole.read_text(errors="replace"), strict=False), path)
-        finally:
-            whole.unlink()
+        recorded.export_chrome_trace(str(path))
 
     return Instruments(
         device={"name": facts.name, "arch": 10 * facts.major + facts.minor, "sms": facts.multi_processor_count},
@@ -94,25 +84,14 @@ def gpu_instruments(device: torch.device) -> Instruments:
     )
 
 
-def _profiler() -> torch.profiler.profile:
+@contextlib.contextmanager
+def _profiler() -> Iterator[torch.profiler.profile]:
     kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], acc_events=True)
-
-
-def write_slim(document: dict[str, Any], path: Path) -> None:
-    """The trace with what a GPU timeline needs, compressed, without the names of the machine or of its files."""
-    events = []
-    for event in document.get("traceEvents", []):
-        kind = event.get("cat")
-        if kind in KEPT or (
-            kind in ("cuda_runtime", "cuda_driver") and call_kind(event.get("name", "")) in (LAUNCH, GRAPH_LAUNCH)
-        ):
-            args = event.get("args") or {}
-            events.append({**event, "args": {name: args[name] for name in ARGS if name in args}})
-    kept = {name: document[name] for name in ("schemaVersion", "deviceProperties", "baseTimeNanoseconds") if name in document}
-    text = json.dumps({**kept, "traceEvents": events}, separators=(",", ":"))
-    with open(path, "wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-        packed.write(text.encode())
+    with warnings.catch_warnings():
+        # of cycles, of which there is one here; keeping events across them would parse each in Python
+        warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as recorded:
+            yield recorded
 
 
 @dataclass(frozen=True)
