@@ -64,7 +64,7 @@ def build(arch: int, fmt: str, config: Config) -> tuple[Compiled, str]:
 
     types, constants = hopper.compile_args(config)
     function = hopper.narrow_kernel if config.kernel == "narrow" else hopper.wide_kernel
-    compiled = compile_kernel(function, types, constants, arch, num_warps=config.num_warps)
+    compiled = compile_kernel(function, types, constants, arch, **hopper.options(config))
     return compiled, compiled.sass()
 
 

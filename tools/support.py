@@ -82,7 +82,7 @@ def compiled(form: dict[str, Any]) -> dict[str, Any]:
         num_warps=form["num_warps"],
         align=16,
         pdl=form["arch"] >= 90,
-        merge_warps=1,
+        merge_warps=2,
         convert=form["arch"] >= 89,
     )
     types, constants = attention.compile_args(config, form["fmt"])
@@ -93,7 +93,7 @@ def compiled(form: dict[str, Any]) -> dict[str, Any]:
 
         kernel = {"narrow": attention_sm90.narrow_kernel, "wide": attention_sm90.wide_kernel}[form["kernel"]]
         types |= {"window_shift": "i32", "extra_shift": "i32"}
-        options = {"num_warps": config.num_warps}
+        options = attention_sm90.options(config)
     names = set(kernel.arg_names)
     made = compile_kernel(
         kernel,

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from deepdecode.kernels.attention_plan import Config, workspace_layout
 
-# splits that a merge holds in registers at once
-MERGED = 32
+# splits that a merge holds in registers at once, and at most
+STEP, MERGED = 32, 64
 
 
 @triton.jit(do_not_specialize=["H", "splits"])
@@ -24,57 +24,69 @@ def merge_kernel(
     splits,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    UNITS: tl.constexpr,
+    STEP: tl.constexpr,
+    ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for each (token, head, half of the channels); BLOCK_S splits at a time, in their order."""
+    """One program for each (token, head). A thread holds its channels of STEP splits and sums them in their order.
+
+    So nothing goes from thread to thread, and all loads are on their way at once; a reduction over splits took 2 us more.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
-    half = tl.program_id(2)
-    channel = half * 256 + tl.arange(0, 256)
+    channel = tl.arange(0, 512)
     sink = float("-inf")
     if HAS_SINK:
         sink = tl.load(sink_ptr + h) * 1.4426950408889634
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    row = t * splits * H + h
     peak = sink
     total = 0.0
-    acc = tl.zeros([256], tl.float32)
+    acc = tl.zeros([512], tl.float32)
     keys_peak = float("-inf")
     keys_total = 0.0
-    for first in range(0, splits, BLOCK_S):
-        part = first + tl.arange(0, BLOCK_S)
-        row = (t * splits + part) * H + h
-        lse = tl.load(part_lse_ptr + row, mask=part < splits, other=float("-inf"))
-        unit = tl.load(part_unit_ptr + row * UNITS + (half if UNITS == 2 else 0), mask=part < splits, other=0.0)
-        values = tl.load(part_ptr + row[:, None] * 512 + channel[None, :], mask=(part < splits)[:, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for first in range(0, 1 if ONCE else splits, STEP):
+        top = float("-inf")
+        lses = ()
+        for n in tl.static_range(STEP):
+            lse = tl.load(part_lse_ptr + row + (first + n) * H, mask=first + n < splits, other=float("-inf"))
+            lses = lses + (lse,)  # noqa: RUF005 (Triton knows no starred tuples)
+            top = tl.maximum(top, lse)
+        new_peak = tl.maximum(peak, top)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(lse - base)
         fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade + tl.sum(values.to(tl.float32) * (weight * unit)[:, None], 0)
+        total *= fade
+        acc *= fade
         peak = new_peak
-        if HAS_LSE:
-            keys_new = tl.maximum(keys_peak, tl.max(lse, 0))
-            keys_base = tl.where(keys_new == float("-inf"), 0.0, keys_new)
-            keys_total = keys_total * tl.exp2(keys_peak - keys_base) + tl.sum(tl.exp2(lse - keys_base), 0)
-            keys_peak = keys_new
+        keys_new = tl.maximum(keys_peak, top)
+        keys_base = tl.where(keys_new == float("-inf"), 0.0, keys_new)
+        keys_total *= tl.exp2(keys_peak - keys_base)
+        keys_peak = keys_new
+        for n in tl.static_range(STEP):
+            at = row + (first + n) * H
+            unit = tl.load(part_unit_ptr + at, mask=first + n < splits, other=0.0)
+            values = tl.load(part_ptr + at * 512 + channel, mask=first + n < splits, other=0.0)
+            weight = tl.exp2(lses[n] - base)
+            total += weight
+            acc += values.to(tl.float32) * (weight * unit)
+            if HAS_LSE:
+                keys_total += tl.exp2(lses[n] - keys_base)
     if HAS_SINK:
         total += tl.exp2(sink - tl.where(peak == float("-inf"), 0.0, peak))
     acc = acc / tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + (t * H + h) * 512 + channel, acc.to(out_ptr.dtype.element_ty))
     if HAS_LSE:
         lse = keys_peak + tl.log2(tl.where(keys_total == 0, 1.0, keys_total))
-        tl.store(lse_ptr + t * H + h, tl.where(keys_total == 0, float("-inf"), lse / 1.4426950408889634), mask=half == 0)
+        tl.store(lse_ptr + t * H + h, tl.where(keys_total == 0, float("-inf"), lse / 1.4426950408889634))
 
 
 @dataclass(frozen=True)
 class Parts:
     """What splits hand to the merge: outputs float16 [T, splits, H, 512], lse in powers of two and units float32.
 
-    A unit is the power of two that the float16 values are counted in: one for each row, or for each half of its channels.
+    A unit is what a row's float16 values are counted in.
     """
 
     out: torch.Tensor
@@ -94,19 +106,21 @@ class Parts:
 
 
 def launch_merge(sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None, parts: Parts, config: Config) -> None:
-    merge_kernel[(*out.shape[:2], 2)](
+    T, H, _ = out.shape
+    step = min(STEP if config.merge_warps < 4 else MERGED, triton.next_power_of_2(config.splits))
+    merge_kernel[T, H](
         sink,
         out,
         lse,
         parts.out,
         parts.lse,
         parts.unit,
-        out.shape[1],
+        H,
         config.splits,
         HAS_SINK=sink is not None,
         HAS_LSE=lse is not None,
-        BLOCK_S=min(MERGED, triton.next_power_of_2(config.splits)),
-        UNITS=2 if config.kernel == "wide" else 1,
+        STEP=step,
+        ONCE=step >= config.splits,
         PDL=config.pdl,
         num_warps=config.merge_warps,
         **({"launch_pdl": True} if config.pdl else {}),

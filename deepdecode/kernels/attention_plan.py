@@ -243,12 +243,12 @@ def explain(case: Case, card: Card) -> dict[str, Any]:
 
 
 def workspace_layout(T: int, H: int, splits: int) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes, and where the partial outputs (float16), their lse and their two units (float32) stand. 0 without splits."""
+    """Bytes, and where the partial outputs (float16), their lse and their units (float32) stand. 0 without splits."""
     if splits <= 1:
         return 0, [(0, 0)] * 3
     rows = T * H * splits
     parts, at = [], 0
-    for size in (rows * 512 * 2, rows * 4, rows * 8):
+    for size in (rows * 512 * 2, rows * 4, rows * 4):
         parts.append((at, at + size))
         at += math.ceil(size / _PART_ALIGN) * _PART_ALIGN
     return at, parts
@@ -344,7 +344,8 @@ def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) 
         num_warps=shape.num_warps,
         align=min(case.align, 16),
         pdl=card.arch >= 90,
-        merge_warps=1,
+        # channels of a thread: more splits in its registers, fewer channels
+        merge_warps=2 if splits <= 32 else 4,
         convert=card.arch >= 89,
     )
 
