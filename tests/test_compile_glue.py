@@ -140,7 +140,8 @@ def sample(arch):
 
     types = pointers(logits="fp32", temperature="fp64", top_p="fp64", seeds="i64", positions="i64", out="i64")
     types |= ints("V stride_t", "i32:16")
-    return kernel.sample_kernel, types, {"LARGE": 16384 if arch < 120 else 8192, "BLOCK": 8192, "PDL": arch >= 90}, 16
+    large, block, warps = kernel.plan(129280, arch)
+    return kernel.sample_kernel, types, {"LARGE": large, "BLOCK": block, "PDL": arch >= 90}, warps
 
 
 CASES = {

@@ -15,6 +15,13 @@ def supports(dtype: str) -> str | None:
     return f"logits must be float32 or bfloat16, got {dtype}" if dtype not in ("float32", "bfloat16") else None
 
 
+def plan(V: int, arch: int) -> tuple[int, int, int]:
+    """Logits read at a time where only the largest is sought, and where they are summed; and warps. Pure."""
+    # a thread's loads are all under way at once; on sm_100 and later the compiler spills with as many
+    large = min(16384 if arch < 100 else 8192, triton.next_power_of_2(V))
+    return large, min(8192 if arch < 100 else 4096, large), max(1, min(16, large // 256))
+
+
 @triton.jit
 def _order(x):
     """int32 that orders as float32 x does; NaN above all."""
@@ -157,11 +164,10 @@ def launch(
     """int64 [T] from checked arguments; T > 0, rows of logits contiguous."""
     T, V = logits.shape
     out = torch.empty(T, dtype=torch.int64, device=logits.device)
+    large, block, warps = plan(V, arch)
     pdl = arch >= 90
-    # all of a thread's loads of a block are under way at once; twice as many, and sm_120's compiler spills
-    large = min(16384 if arch < 120 else 8192, triton.next_power_of_2(V))
     sample_kernel[T,](
-        logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), LARGE=large, BLOCK=min(8192, large),
-        PDL=pdl, num_warps=max(1, min(16, large // 256)), **({"launch_pdl": True} if pdl else {}),
+        logits, temperature, top_p, seeds, positions, out, V, logits.stride(0), LARGE=large, BLOCK=block, PDL=pdl,
+        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
