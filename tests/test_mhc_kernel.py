@@ -83,6 +83,16 @@ def test_sinkhorn_steps():
     assert off[0] > off[1] > off[2]
 
 
+def test_one_bfloat16_part_of_the_weights_would_not_do():
+    """What the two products are for: the mixing product's error with the weights in one bfloat16 part, and in two."""
+    h = torch.randn(4, 4 * 4096).bfloat16().double()
+    fn = site(4096, 24, "cpu")[0]
+    high = fn.bfloat16().double()
+    both = high + (fn.double() - high).float().bfloat16().double()
+    want = h @ fn.double().mT
+    assert rel_err(h @ both.mT, want) < MIX < 100 * MIX < rel_err(h @ high.mT, want)
+
+
 def test_a_token_does_not_see_its_batch():
     args = inputs(10, 32)
     whole = run(args, kernel.plan(32, 80))
