@@ -14,6 +14,7 @@ from deepdecode.testing.numeric import same_bits
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+# after the skip: without a GPU other tests interpret these kernels, which the first import decides
 from deepdecode.kernels import indexer as kernel
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.indexer_plan import case_of, plan, supports

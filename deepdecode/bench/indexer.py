@@ -16,7 +16,6 @@ import torch
 
 from deepdecode.bench.peers import add_peers
 from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
-from deepdecode.kernels import indexer as kernel
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.indexer_plan import case_of, plan, work
 from deepdecode.ops.indexer import index_logits_ref, index_topk_ref
@@ -40,16 +39,21 @@ MAX_GAP = 2e-6
 Chosen = tuple[torch.Tensor, torch.Tensor]
 Runner = Callable[[IndexInputs], Callable[[], Chosen]]
 """Takes inputs, gives the call to time, whose indices may come in any order; raises if it cannot run the case."""
+ENTRIES = "deep_gemm, torch.topk"
 
 
 def ours(inputs: IndexInputs) -> Callable[[], Chosen]:
+    from deepdecode.kernels import indexer as kernel
+
     args = inputs.args()
-    config = plan(case_of(*args), card_of(inputs.index_q.device))
+    config = plan(case_of(*args, gluon=kernel.gluon_ready()), card_of(inputs.index_q.device))
     return lambda: kernel.launch(*args, config)
 
 
 def portable(inputs: IndexInputs) -> Callable[[], Chosen]:
     """The kernels that other cards run, planned for this one."""
+    from deepdecode.kernels import indexer as kernel
+
     args = inputs.args()
     config = plan(case_of(*args, gluon=False), card_of(inputs.index_q.device))
     return lambda: kernel.launch(*args, config)
@@ -60,34 +64,30 @@ def reference(inputs: IndexInputs) -> Callable[[], Chosen]:
 
 
 def deep_gemm(inputs: IndexInputs) -> Callable[[], Chosen]:
-    """DeepGEMM's paged logits (PyPI's sgl-deep-gemm), then torch.topk and the lookup of rows, as an engine without more would.
-
-    Its schedule is made beforehand and not timed.
-    """
+    """DeepGEMM's paged logits (PyPI's sgl-deep-gemm), then torch.topk: entries, not rows; its schedule is made beforehand."""
     add_peers()
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
     q, weights, keys, tables, _, lens, topk = inputs.args()
-    T, entries = len(q), tables.shape[1] * keys.page_size
-    lens = lens.view(T, 1)
-    schedule = deep_gemm.get_paged_mqa_logits_metadata(
-        lens, keys.page_size, torch.cuda.get_device_properties(0).multi_processor_count
-    )
+    entries, lengths = tables.shape[1] * keys.page_size, lens.view(-1, 1)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, keys.page_size, sms)
     pages = keys.data.view(len(keys.data), keys.page_size, 1, 132)
-    entry = torch.arange(entries, device=q.device)
 
     def call() -> Chosen:
-        logits = deep_gemm.fp8_paged_mqa_logits(q[:, None], pages, weights, lens, tables, schedule, entries, False)
-        logits = logits[:, :entries].masked_fill(entry >= lens, -math.inf)
-        best = logits.topk(topk, dim=1).indices
-        page = tables.gather(1, best // keys.page_size)
-        return page * keys.page_size + (best % keys.page_size).int(), inputs.lens.clamp(max=topk)
+        logits = deep_gemm.fp8_paged_mqa_logits(q[:, None], pages, weights, lengths, tables, schedule, entries, False)
+        return logits[:, :entries].topk(topk, dim=1).indices, lens
 
     return call
 
 
 IMPLEMENTATIONS: dict[str, Runner] = {"deepdecode": ours, "deepdecode portable": portable}
-RIVALS: dict[str, Runner] = {"deep_gemm, torch.topk": deep_gemm, "reference, float32": reference}
+RIVALS: dict[str, Runner] = {ENTRIES: deep_gemm, "reference, float32": reference}
+
+
+def rows_of(inputs: IndexInputs, entries: torch.Tensor) -> torch.Tensor:
+    size = inputs.keys.page_size
+    return inputs.block_tables.gather(1, entries // size) * size + entries % size
 
 
 def judge(inputs: IndexInputs, indices: torch.Tensor) -> dict[str, float]:
@@ -125,7 +125,8 @@ def measure(T: int, entries: int, topk: int, name: str, runner: Runner, bandwidt
     copies = index_inputs(T, entries, topk, heads=HEADS, copies=max(2, min(200, -(-PAST_L2 // nbytes))), device="cuda", seed=T)
     try:
         calls = [runner(inputs) for inputs in copies]
-        row |= judge(copies[0], calls[0]()[0])
+        indices = calls[0]()[0]
+        row |= judge(copies[0], rows_of(copies[0], indices) if name == ENTRIES else indices)
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[:160]}
     if name.startswith("deepdecode") and not row["gap"] < MAX_GAP:
