@@ -40,8 +40,8 @@ def test_one_row_of_eight_heads(capsys):
     assert config == vars(attention_plan.plan(attention_plan.Case(1, 8, 128, 512), find_card("sm_120")))
     assert plan["grid"] == [1, 1, config["splits"]]
     assert plan["keys_per_split"] == -(-640 // config["splits"])
-    # a partial row in float16, its lse and two units in float32; each part rounded up to 128 bytes
-    assert plan["workspace_bytes"] == sum(-(-8 * config["splits"] * size // 128) * 128 for size in (1024, 4, 8))
+    # a partial row in float16, its lse and its unit in float32; each part rounded up to 128 bytes
+    assert plan["workspace_bytes"] == sum(-(-8 * config["splits"] * size // 128) * 128 for size in (1024, 4, 4))
     assert plan["merge_grid"] == [1, 8]
     assert plan["prediction"] == "scaled from the H200, never measured here"
 

@@ -9,10 +9,9 @@ fifth tile and stay bfloat16.
 Where a row stands is computed once for each key, by one thread, and handed on: address arithmetic in the layout of the tile
 is done again by every thread that loads of the row, and took half of all instructions.
 
-Arithmetic is float16 with float32 sums while that is exact: scales from 2**-15 to 2**7 and |q| under 2**15. The first tile
-outside of it sends its program, from there on, into a loop in bfloat16, which holds every scale and is slower. E4M3 codes are
-converted by the arch's instruction, or placed into float16 bits by integer arithmetic where it has none (sm_80, sm_86). A NaN
-code reads NaN in both loops.
+Arithmetic is float16 with float32 sums where that is exact: scales from 2**-15 to 1 and |q| under 2**15. A program that met
+anything else does its keys again in bfloat16, which holds every scale and is slower. E4M3 codes are converted by the arch's
+instruction, or placed into float16 bits by integer arithmetic where it has none (sm_80, sm_86). A NaN code reads NaN in both.
 
 The FP8 products of sm_89 and sm_120 are not used. They would want Q and P in E4M3, whose 4 bits are an error of 2e-2 against
 the bound of 2.5e-3; sums of three such terms for each would hold it, at more products than float16 takes.
@@ -33,31 +32,35 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
-def _spread(x, N: tl.constexpr):
-    """[N, 8, 4] -> [N, 8, 16], each value four times."""
-    return tl.reshape(tl.broadcast_to(x[:, :, :, None], (N, 8, 4, 4)), (N, 8, 16))
+def _quarters(x, scales, FORM: tl.constexpr, N: tl.constexpr):
+    """Codes int32 [N, 8, 16], a row's scales int64 [N] -> four [N, 128]: quarter k holds code k of each word, times its scale.
 
-
-@triton.jit
-def _quarters(x, scale, FORM: tl.constexpr, N: tl.constexpr):
-    """Codes int32 [N, 8, 16], E8M0 int32 [N, 8, 4] -> four [N, 128]: quarter k holds code k of each word, times its scale."""
+    The eighth group has no codes: it takes the first one's scale.
+    """
+    group = tl.arange(0, 8)[None, :]
+    scale = ((scales[:, None] >> (8 * tl.where(group < 7, group, 0))) & 0xFF).to(tl.int32)  # [N, 8]
     if FORM == "interpreted":
-        scale = _spread(scale, N)
-        s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))
+        s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
         v0, v1, v2, v3 = interpreted(x, 0, s), interpreted(x, 1, s), interpreted(x, 2, s), interpreted(x, 3, s)
     elif FORM == "convert":
         # 2**(scale - 127); 2**-15 is a denormal
         factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
-        v0, v1, v2, v3 = convert(x, _spread(factor, N))
+        v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
     elif FORM == "place":
-        v0, v1, v2, v3 = place(x, _spread((scale - 104) << 10, N))
+        v0, v1, v2, v3 = place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
-        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)
+        factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
         # -0x7F7F7F80: the top bit of each byte
         is_nan = (((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
-        v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, _spread(factor, N)))
+        v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
     return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
+
+
+@triton.jit
+def _is_odd(scales):
+    """Where float16 does not hold a row: a scale outside of 2**-15 to 1, whose exponents are 0x70 to 0x7f. int64 [N]."""
+    return (scales ^ 0x70707070707070) & 0xF0F0F0F0F0F0F0
 
 
 @triton.jit
@@ -91,21 +94,18 @@ def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
 
 @triton.jit
 def _load_fp8(row, tail, ALIGN: tl.constexpr):
-    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int32 [N, 8, 4], rope bfloat16 [N, 8, 8].
-
-    All three are laid out alike, a row's 32 (group, part) over a warp, so that addresses are handed on once.
-    """
+    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int64 [N], rope values bfloat16 [N, 8, 8]."""
     live = row != 0
     group = tl.arange(0, 8)[None, :, None]
-    part = tl.arange(0, 4)[None, None, :]
-    code = live[:, None, None] & (group < 7)
     at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + group * 16
-    x = tl.load(at + tl.arange(0, 16)[None, None, :], mask=code, other=0)
-    tail_ptr = (tail[:, None, None] + (group // 4) * 4 + part * 0).to(tl.pointer_type(tl.int32))
-    scale = (tl.load(tail_ptr, mask=code, other=0x7F7F7F7F) >> (8 * (group % 4))) & 0xFF
+    x = tl.load(at + tl.arange(0, 16)[None, None, :], mask=live[:, None, None] & (group < 7), other=0)
+    # 8 bytes that stand on multiples of 4
+    tail_ptr = tail.to(tl.pointer_type(tl.int32))
+    low = tl.load(tail_ptr, mask=live, other=0x70707070).to(tl.int64) & 0xFFFFFFFF
+    scales = low | (tl.load(tail_ptr + 1, mask=live, other=0x70707070).to(tl.int64) << 32)
     # 4 bytes a lane: wider loads would lay rows out otherwise
     rope_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 4)[:, None, None] + 224 + group * 8
-    return x, scale, tl.load(rope_ptr + tl.arange(0, 8)[None, None, :], mask=live[:, None, None], other=0.0)
+    return x, scales, tl.load(rope_ptr + tl.arange(0, 8)[None, None, :], mask=live[:, None, None], other=0.0)
 
 
 @triton.jit
@@ -169,6 +169,40 @@ def _load_q(ptr, row, mask, FP8: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def _short(x):
     return (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _in_bfloat16(
+    q_ptr, q_row, head_live, q_rope, finding, locating, begin, end, scale_log2, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """A program's whole work again, over any rows. Tiles of 32: larger ones would spill, and time does not matter here."""
+    N: tl.constexpr = 32
+    first, last, lists, rows = finding
+    pages, stride, size, magic, shift = locating
+    lane = tl.arange(0, N)[:, None]
+    low = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    sums = tl.zeros([N, BLOCK_H], tl.float32)
+    a0 = tl.zeros([128, BLOCK_H], tl.float32)
+    a1 = tl.zeros([128, BLOCK_H], tl.float32)
+    a2 = tl.zeros([128, BLOCK_H], tl.float32)
+    a3 = tl.zeros([128, BLOCK_H], tl.float32)
+    a_rope = tl.zeros([64, BLOCK_H], tl.float32)
+    row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, 576)
+    live = row != 0
+    x, scales, rope = _load_fp8(row, tail, ALIGN)
+    for n in range(begin, end, N):
+        v0, v1, v2, v3 = _quarters(x, scales, "bfloat16", N)
+        # read again for each tile: kept, they would double what q takes of shared memory
+        q0, q1, q2, q3 = _load_q(q_ptr, q_row, head_live, True, False)
+        low, sums, a0, a1, a2, a3, a_rope = _attend(
+            v0, v1, v2, v3, tl.reshape(rope, (N, 64)), q0, q1, q2, q3, q_rope, live, scale_log2, low, sums,
+            a0, a1, a2, a3, a_rope, True, tl.bfloat16, tl.bfloat16,
+        )  # fmt: skip
+        index = _find(n + N + lane, first, last, lists, rows)
+        row, tail = _locate(index, pages, stride, size, magic, shift, 576)
+        live = row != 0
+        x, scales, rope = _load_fp8(row, tail, ALIGN)
+    return low, tl.sum(sums, 0), a0, a1, a2, a3, a_rope
 
 
 @triton.jit
@@ -278,7 +312,7 @@ def split_kernel(
     row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
     live = row != 0
     if FP8:
-        x, scale, rope = _load_fp8(row, tail, ALIGN)
+        x, scales, rope = _load_fp8(row, tail, ALIGN)
     else:
         x0, x1, x2, x3 = _load_plain(row, ALIGN)
     index = _find(begin + BLOCK_N + lane, first, last, lists, rows)
@@ -299,46 +333,29 @@ def split_kernel(
     if FP8:
         h0, h1, h2, h3 = q0.to(F16), q1.to(F16), q2.to(F16), q3.to(F16)
         q_top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
-        odd = tl.zeros([BLOCK_N, 8, 4], tl.int32)
+        odd = _is_odd(scales)
         for n in range(begin, end, BLOCK_N):
             now = live
-            v0, v1, v2, v3 = _quarters(x, scale, FORM, BLOCK_N)
+            v0, v1, v2, v3 = _quarters(x, scales, FORM, BLOCK_N)
             v_rope = tl.reshape(rope, (BLOCK_N, 64)).to(BF16)
-            odd |= ((scale - 112).to(tl.uint32, bitcast=True) > 22).to(tl.int32)
+            odd |= _is_odd(scales)
             row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
             live = row != 0
-            x, scale, rope = _load_fp8(row, tail, ALIGN)
+            x, scales, rope = _load_fp8(row, tail, ALIGN)
             index = _find(n + 2 * BLOCK_N + lane, first, last, lists, rows)
             low, sums, a0, a1, a2, a3, a_rope = _attend(
                 v0, v1, v2, v3, v_rope, h0, h1, h2, h3, q_rope, now, scale_log2, low, sums, a0, a1, a2, a3, a_rope,
                 FP8, F16, BF16,
             )  # fmt: skip
+        total = tl.sum(sums, 0)
         if not INTERPRET:
             top = tl.max(tl.max(q_top.to(tl.float32), 0), 0)
-            wild = (tl.max(tl.max(tl.max(odd, 2), 1), 0) != 0) | (top >= 32768.0) | (top < 0.00390625)
+            wild = (tl.max((odd != 0).to(tl.int32), 0) != 0) | (top >= 32768.0) | (top < 0.00390625)
             if wild:
-                low = tl.full([BLOCK_H], float("-inf"), tl.float32)
-                sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
-                a0 = tl.zeros([128, BLOCK_H], tl.float32)
-                a1 = tl.zeros([128, BLOCK_H], tl.float32)
-                a2 = tl.zeros([128, BLOCK_H], tl.float32)
-                a3 = tl.zeros([128, BLOCK_H], tl.float32)
-                a_rope = tl.zeros([64, BLOCK_H], tl.float32)
-                row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
-                live = row != 0
-                x, scale, rope = _load_fp8(row, tail, ALIGN)
-                for n in range(begin, end, BLOCK_N):
-                    v0, v1, v2, v3 = _quarters(x, scale, "bfloat16", BLOCK_N)
-                    # read again: kept, they would double what q takes of shared memory
-                    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8, False)
-                    low, sums, a0, a1, a2, a3, a_rope = _attend(
-                        v0, v1, v2, v3, tl.reshape(rope, (BLOCK_N, 64)), q0, q1, q2, q3, q_rope, live, scale_log2, low, sums,
-                        a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
-                    )  # fmt: skip
-                    index = _find(n + BLOCK_N + lane, first, last, lists, rows)
-                    row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
-                    live = row != 0
-                    x, scale, rope = _load_fp8(row, tail, ALIGN)
+                low, total, a0, a1, a2, a3, a_rope = _in_bfloat16(
+                    q_ptr, t * H + head, head_live, q_rope, (first, last, lists, rows), (pages, stride, size, magic, shift),
+                    begin, end, scale_log2, ALIGN, BLOCK_H,
+                )  # fmt: skip
     else:
         for n in range(begin, end, BLOCK_N):
             now = live
@@ -351,8 +368,8 @@ def split_kernel(
                 v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), v0, q0, q1, q2, q3, q_rope, now, scale_log2, low, sums,
                 a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
             )  # fmt: skip
+        total = tl.sum(sums, 0)
 
-    total = tl.sum(sums, 0)
     some = tl.where(total == 0, 1.0, total)
     lse_log2 = tl.where(total == 0, float("-inf"), low + tl.log2(some))
     if SPLIT:
