@@ -1,6 +1,7 @@
 """The indexer's kernels against the float64 reference: interpreted without a GPU, compiled with one."""
 
 import functools
+import logging
 import os
 from dataclasses import replace
 
@@ -10,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepdecode.cards import CARDS, find_card
+from deepdecode.ops import _check
+from deepdecode.ops import indexer as op
+from deepdecode.ops._check import kernel_runs
 from deepdecode.ops.indexer import index_topk_ref
 from deepdecode.ops.rows import PagedRows
 from deepdecode.testing.index_keys import IndexInputs, exact_inputs, index_corners, index_inputs
@@ -34,7 +38,9 @@ def corners(fmt: str) -> dict[str, IndexInputs]:
     return index_corners(fmt=fmt)
 
 
-def config(inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32, chunk: int = 64, coarse: int = 1) -> Config:
+def config(
+    inputs: IndexInputs, group: int = 8, splits: int = 3, block_n: int = 32, chunk: int = 128, coarse: int = 1
+) -> Config:
     widen = "f16" if inputs.keys.fmt == "fp8_132" else "none"
     return Config(
         kernel="mma", block_n=block_n, group=group, coarse=coarse, splits=splits, num_warps=4, num_stages=3, select_warps=4,
@@ -141,6 +147,28 @@ def test_reads_no_key_past_the_length():
     dirty = run(replace(inputs, keys=PagedRows(data, 16, "fp8_132")), config(inputs))
     assert dirty[0].tolist() == clean[0].tolist()
     assert dirty[1].tolist() == clean[1].tolist() == [20, 20, 5]
+
+
+def test_a_call_takes_the_kernel_or_says_why_not(monkeypatch, caplog):
+    """The dispatch of a GPU, with the interpreter in its place: counted, or one line of the log and the reference's answer."""
+    taken, refused = exact_inputs(4, 3, 9, 16, 20), exact_inputs(3, 3, 9, 16, 20)
+
+    def choose(index_q: torch.Tensor, *_):
+        return run(taken, config(taken)) if index_q is taken.index_q else "this shape is refused"
+
+    monkeypatch.setattr(op, "use_kernel", lambda tensor: True)
+    monkeypatch.setattr(kernel, "choose", choose)
+    monkeypatch.setattr(_check, "_said", set())
+    before = kernel_runs["index_topk"]
+    with caplog.at_level(logging.WARNING, logger="deepdecode"):
+        for inputs in (taken, refused, refused):
+            assert op.index_topk(*inputs.args())[0].tolist() == index_topk_ref(*inputs.wide())[0].tolist()
+    assert kernel_runs["index_topk"] == before + 1
+    want = "index_topk: no kernel for index_q [3, 3, 128], 144 entries, top 20, fp8_132 keys: this shape is refused"
+    assert [record.getMessage() for record in caplog.records] == [f"{want}; the reference runs"]
+    monkeypatch.setenv("DEEPDECODE_STRICT", "1")
+    with pytest.raises(RuntimeError, match=r"top 20, fp8_132 keys: this shape is refused"):
+        op.index_topk(*refused.args())
 
 
 FLASH = Case(1, 64, 262144, 512)

@@ -121,7 +121,7 @@ def index_corners(device: torch.device | str = "cpu", fmt: str = "fp8_132") -> d
         "most scores equal": make(4, 3, 9, 16, 20, values=1),
         "every score zero": replace(full, index_weights=base.index_weights * 0),
         "zeros of both signs": replace(full, index_q=torch.zeros_like(full.index_q), index_weights=-base.index_weights.abs()),
-        "fewer entries than topk": make(3, 4, 5, 16, 300),
+        "fewer entries than topk": make(3, 4, 5, 16, 100),
         "as many entries as topk": replace(full, topk=128, block_tables=full.block_tables[:, 2:].contiguous()),
         "no entry": replace(base, lens=base.lens * 0),
         "no page": replace(base, block_tables=base.block_tables * 0 - 1),
