@@ -112,7 +112,8 @@ def test_a_fit_finds_the_costs_that_made_the_times():
     """The fit gives costs that predict the points it has not seen, so its plan loses next to nothing there."""
     rows = list(made_rows())
     table = tune.fit(rows, H200)
-    assert table["held_out"]["points"] == 2 * 3 * 2 * 4
+    # the portable kernel's launches are points of their own
+    assert table["held_out"]["points"] == (2 + 1) * 3 * 2 * 4
     # not nothing: a shape that is near the best at few points leaves some of its costs open
     assert table["held_out"]["mean"] < 0.01
     assert table["held_out"]["within_10_percent"] >= 0.95 * table["held_out"]["points"]

@@ -16,6 +16,8 @@ from deepdecode.kernels.attention_plan import Case, card_of, floor_us, work
 
 # the rungs and the slow rivals: few cells, since a call takes milliseconds
 SLOW_TOKENS, SLOW_HEADS = (1, 8, 16, 64, 128), (8, 64)
+# a run that is cut off leaves what it had by then
+WRITE_EVERY_S = 10.0
 # archs whose PTX runs on any later GPU
 PTX_ARCHS = (80, 86, 89)
 
@@ -48,7 +50,13 @@ def run(options: argparse.Namespace, card: Card, commit: str) -> int:
         rows = [row for row in json.loads(path.read_text())["rows"] if row.get("commit", commit) == commit]
     have = {_key(row) for row in rows}
     bandwidth = copy_bandwidth()
-    start = time.monotonic()
+    command = "python -m deepdecode.bench attention" + (" --peers" if options.peers else "")
+
+    def write() -> None:
+        rows.sort(key=lambda row: (row["fmt"], row["extra_keys"], row["H"], row["T"], row["implementation"]))
+        write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
+
+    start = written = time.monotonic()
     skipped = 0
     for case, implementation, runner, limit in jobs(options.peers):
         known = _key(vars(case) | {"implementation": implementation}) in have
@@ -68,9 +76,10 @@ def run(options: argparse.Namespace, card: Card, commit: str) -> int:
             row["floor_fraction"] = round(row["floor_us"] / row["us_warm"], 4)
         rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
         _say(row)
-    rows.sort(key=lambda row: (row["fmt"], row["extra_keys"], row["H"], row["T"], row["implementation"]))
-    command = "python -m deepdecode.bench attention" + (" --peers" if options.peers else "")
-    write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
+        if time.monotonic() - written > WRITE_EVERY_S:
+            write()
+            written = time.monotonic()
+    write()
     print(f"{path}: {len(rows)} rows" + (f", {skipped} left for another run" if skipped else ""))
     return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
 
@@ -95,29 +104,37 @@ def jobs(with_peers: bool):
 
     A case, the implementation's name, how to run it (or the arch whose PTX to run), and seconds for its samples.
     """
-    cases = sorted(attention.sized_cases(), key=lambda c: (c.fmt != "fp8_584", c.extra_keys != 512, c.extra_keys))
-    slow = [c for c in cases if (c.fmt, c.extra_keys) == ("fp8_584", 512) and c.T in SLOW_TOKENS and c.H in SLOW_HEADS]
+    cases = sorted(attention.sized_cases(), key=lambda c: (c.fmt != "fp8_584", c.T not in SLOW_TOKENS, c.extra_keys))
+    first = [c for c in cases if (c.fmt, c.extra_keys) == ("fp8_584", 512)]
+    slow = [c for c in first if c.T in SLOW_TOKENS and c.H in SLOW_HEADS]
+    yield from _raced(first, with_peers)
     for case in slow:
-        yield case, "deepdecode portable", attention.portable, 0.07
-        yield case, "deepdecode portable, no FP8 type", attention.portable_placed, 0.07
-        yield case, "deepdecode rung 0", attention.rung0, 0.02
+        yield case, "deepdecode portable", attention.portable, 0.04
+        yield case, "deepdecode portable, no FP8 type", attention.portable_placed, 0.04
         yield case, "deepdecode rung 1", attention.rung1, 0.02
+        yield case, "deepdecode rung 0", attention.rung0, 0.02
         if with_peers:
             yield case, "sglang fallback", peers.sglang_fallback, 0.02
             if case.H < 64:
-                yield case, "flash_mla, padded before", peers.flash_mla_padded, 0.07
+                yield case, "flash_mla, padded before", peers.flash_mla_padded, 0.04
                 yield case, "sglang fallback, 64 heads", peers.sglang_fallback_padded, 0.02
     for arch in PTX_ARCHS:
         for case in slow:
             if case.T in (1, 16):
                 yield case, attention.ptx_name(arch), arch, 0.0
-    for case in cases:
-        yield case, "deepdecode", attention.ours, 0.07
-        if with_peers and case.fmt == "fp8_584":
-            yield case, "flash_mla", peers.flash_mla, 0.07
+    yield from _raced([c for c in cases if c.fmt == "fp8_584" and c not in first and c.T in SLOW_TOKENS], with_peers)
     if with_peers:
         for case in slow:
             yield case, "sglang dual-scope", peers.sglang_dual, 0.02
+    yield from _raced([c for c in cases if c not in first and (c.fmt, c.T in SLOW_TOKENS) != ("fp8_584", True)], with_peers)
+
+
+def _raced(cases: list[attention.Sized], with_peers: bool):
+    """The product and, on FP8 rows, FlashMLA, one after the other."""
+    for case in cases:
+        yield case, "deepdecode", attention.ours, 0.04
+        if with_peers and case.fmt == "fp8_584":
+            yield case, "flash_mla", peers.flash_mla, 0.04
 
 
 def _folder(card: Card) -> str:

@@ -1,6 +1,7 @@
 """Sparse attention: each case checked against float64, timed warm and past L2, and set against its floor and its rivals."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ BOUND = ("deepdecode", "deepdecode portable", "deepdecode portable, no FP8 type"
 # the reference holds every gathered row in float64, so a large batch is checked on its first tokens
 CHECKED_TOKENS = 16
 # a rotated run touches at least this many times L2 before it meets a row again
-ROTATE_L2 = 3
+ROTATE_L2 = 2.5
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _pools(case: Sized) -> list[AttentionInputs]:
     """Inputs that together are larger than L2 several times over."""
     nbytes, _ = work(Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt))
     l2 = card_of(torch.device("cuda", torch.cuda.current_device())).l2 << 20
-    count = max(2, min(400, -(-ROTATE_L2 * l2 // nbytes)))
+    count = max(2, min(400, math.ceil(ROTATE_L2 * l2 / nbytes)))
     pool = inputs_for(case, rows=min(1 << 20, max(case.window_keys, case.extra_keys) * case.T * count))
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -148,7 +148,7 @@ def plan(case: Case, card: Card) -> Config:
     best = min(
         (predict(shape, splits, case, card), n, splits)
         for n, shape in enumerate(fitting)
-        for splits in _split_counts(case, shape)
+        for splits in split_counts(case.keys, shape.block_n)
     )
     return _config(fitting[best[1]], best[2], 0, case, card)
 
@@ -318,10 +318,14 @@ def _fits(shape: Shape, case: Case, card: Card) -> bool:
     return shape.kernel == "mma" and shape.block_h < 2 * max(8, case.H) and not spilling
 
 
-def _split_counts(case: Case, shape: Shape) -> list[int]:
-    """Each number of splits that cuts the widths into other numbers of tiles."""
-    tiles = max(1, math.ceil(case.keys / shape.block_n))
-    return sorted({math.ceil(tiles / each) for each in range(1, tiles + 1)})
+def split_counts(keys: int, block_n: int) -> list[int]:
+    """Numbers of splits that cut the widths into other numbers of tiles, each a tenth more than the one before at least."""
+    tiles = max(1, math.ceil(keys / block_n))
+    counts: list[int] = []
+    for splits in sorted({math.ceil(tiles / each) for each in range(1, tiles + 1)}):
+        if not counts or splits >= 1.1 * counts[-1]:
+            counts.append(splits)
+    return counts
 
 
 def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
