@@ -79,6 +79,18 @@ def test_every_code_and_scale_is_widened_exactly():
         assert torch.equal(run(x, weight, SMALL)[0, 0].nan_to_num(7), dequantize(weight)[:, 5].nan_to_num(7))
 
 
+def test_codes_that_cannot_be_read_16_bytes_at_a_time_are_named():
+    x, codes = torch.zeros(2, 1, 64), torch.zeros(8, 96, dtype=torch.uint8)
+    reason = "rows of codes that do not start and end on multiples of 16 bytes"
+    assert kernel.layout_reason(x, codes[:, :64], None) is None
+    assert kernel.layout_reason(x, codes[:, :63]) == reason
+    assert kernel.layout_reason(x, codes[:, 8:72]) == reason
+    assert kernel.layout_reason(x, codes.view(-1)[: 8 * 90].view(8, 90)[:, :64]) == reason
+    assert kernel.layout_reason(x, codes[:, ::2]) == "rows whose elements are not neighbours"
+    # scales are read by the byte
+    assert kernel.layout_reason(x, codes[:, :64], codes[:, :3].view(E8M0)) is None
+
+
 def test_strided_rows():
     """x cut from a wider tensor, and a weight's columns (a rank's part)."""
     x, weight, _ = case(3, 1, 40, 256, "fp8")

@@ -3,7 +3,8 @@
 A code's bits are placed where bfloat16 has its sign, exponent and mantissa, which reads as the value times a power of two
 (subnormals included), and a multiplication takes that power back. -0.0 is the neutral addend: mul.bf16x2 needs sm_90.
 The two halves of a word are placed at once, so what comes out are pairs of columns half a word apart; an order of columns that
-the tokens are given too costs less than to restore it. Shifts to the left are multiplications, for which there is room.
+the tokens are given too costs less than to restore it. That takes four neighbouring columns in one register of a thread,
+as tiles have that are read 16 bytes at a time. Shifts to the left are multiplications, for which there is room.
 Under the interpreter, which knows no inline assembly, the same placement is done in float32.
 """
 

@@ -58,7 +58,8 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
     """Sum of the routed experts that a token takes on this rank and of the shared expert.
 
     Everything inside is float32 (float64 for float64 x): both products, the clamped SwiGLU of routed and shared experts
-    alike, the routing weight (multiplied before w2) and the sum; rounded once. The stored weights stay packed.
+    alike, the routing weight (multiplied before w2) and the sum; rounded once. The stored weights stay packed. The kernels
+    of bfloat16 x round what enters the second product to bfloat16 (1.7e-3 of its norm), and nothing else.
 
     Args:
         x: [T, C] bfloat16, float32 or float64.
