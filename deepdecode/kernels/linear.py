@@ -131,10 +131,9 @@ def layout_reason(x: torch.Tensor, *weights: torch.Tensor | None) -> str | None:
     """Why rows cannot be read, if they cannot. Codes are widened four columns at a time, from loads of 16 bytes."""
     if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in (x, *weights)):
         return "rows whose elements are not neighbours"
-    for t in weights:
-        if t is not None and t.dtype in (torch.float8_e4m3fn, torch.uint8):
-            if any(n % 16 for n in (t.data_ptr(), t.shape[-1], *t.stride()[:-1])):
-                return "rows of codes that do not start and end on multiples of 16 bytes"
+    codes = [t for t in weights if t is not None and t.dtype in (torch.float8_e4m3fn, torch.uint8)]
+    if any(n % 16 for t in codes for n in (t.data_ptr(), t.shape[-1], *t.stride()[:-1])):
+        return "rows of codes that do not start and end on multiples of 16 bytes"
     return None
 
 
