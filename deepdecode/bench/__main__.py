@@ -120,7 +120,7 @@ def jobs(with_peers: bool):
                 yield case, "sglang fallback, 64 heads", peers.sglang_fallback_padded, 0.02
     for arch in PTX_ARCHS:
         for case in slow:
-            if case.T in (1, 16):
+            if case.T == 16:
                 yield case, attention.ptx_name(arch), arch, 0.0
     yield from _raced([c for c in cases if c.fmt == "fp8_584" and c not in first and c.T in SLOW_TOKENS], with_peers)
     if with_peers:
