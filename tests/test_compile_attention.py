@@ -27,7 +27,7 @@ SPILLS = {
     ("narrow", 16): 256,
     ("narrow", 32): 256,
     # accumulators, the next tile and the addresses of the one after take 255: what is spilled is read once a tile at most
-    ("mma", 8): 64,
+    ("mma", 8): 128,
     ("mma", 16): 256,
 }
 
