@@ -126,6 +126,12 @@ def test_a_row_in_a_batch_is_the_row_alone():
         assert got[1].tolist() == lengths[part].tolist()
 
 
+def test_topk_beyond_all_entries():
+    """What is padded is as long as the caller wants, in pieces of 1024."""
+    inputs = replace(exact_inputs(2, 3, 5, 16, 1), topk=2500)
+    check(inputs, config(inputs, 0))
+
+
 def test_many_tokens_take_a_bounded_workspace(monkeypatch):
     """Piece by piece, with the same result."""
     inputs = exact_inputs(7, 3, 20, 16, 30)

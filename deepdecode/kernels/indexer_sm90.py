@@ -4,6 +4,10 @@ A lane loads 16 bytes of a row, twice. What wgmma takes as channels 2q, 2q+1, 2q
 of 4 codes of lane q's: a dot product does not ask for the order of its channels, only for the same order on both sides, and
 the query is stored in that order. So nothing is shuffled, no key passes through shared
 memory, and no barrier stands in the loop.
+
+FP8 instructions on the same registers would take 13.0 us instead of 16.0 (H200, 16 tokens of 16384 entries), but keep scores to
+1e-4 only, where these keep them to 7e-8: of the best 512 of 262144 entries one was another. A tile more on its way costs the
+registers of a program: 18.9 us.
 """
 
 import triton.language as tl
