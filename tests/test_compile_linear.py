@@ -90,6 +90,20 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
     # weights come 16 bytes at a time, and no FP8 instruction is needed
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
     assert "e4m3" not in compiled.ptx
+    widened = layouts_of_codes(compiled.ttgir)
+    assert widened if kind != "plain" else not widened
+    assert all(re.search(r"kWidth = [48]|register = \[\[0, 0, 1\], \[0, 0, 2\]", layout) for layout in widened), widened
+
+
+def layouts_of_codes(ttgir: str) -> list[str]:
+    """Layouts of the tiles that are widened four codes at a time: a register must hold four neighbouring columns, in order."""
+    named = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = []
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" in line and "packed_element = 4" in line:
+            match = re.search(r"tensor<[0-9x]+xi8, (#ttg\.\w+<\{.*?\}>|#\w+)>", line)
+            found.append(named.get(match.group(1), match.group(1)) if match else line)
+    return found
 
 
 def test_every_arch_has_few_configs():

@@ -13,13 +13,17 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 
 @dataclass(frozen=True)
 class Compiled:
-    """registers of a thread, bytes of local memory (spills and stack) of a thread, bytes of shared memory of a block."""
+    """registers of a thread, bytes of local memory (spills and stack) of a thread, bytes of shared memory of a block.
+
+    ttgir: the kernel in Triton's own terms, with the layout of every tile.
+    """
 
     registers: int
     local: int
     shared: int
     ptx: str
     cubin: bytes
+    ttgir: str
 
     def sass(self) -> str:
         return _cuobjdump(self.cubin, "-sass")
@@ -57,7 +61,8 @@ def compile_kernel(function: Any, types: dict[str, str], constants: dict[str, An
     if not found:
         raise RuntimeError(f"cuobjdump -res-usage said nothing about registers: {usage[-300:]}")
     registers, stack, local = map(int, found.groups())
-    return Compiled(registers, max(stack, local), kernel.metadata.shared, kernel.asm["ptx"], kernel.asm["cubin"])
+    asm = kernel.asm
+    return Compiled(registers, max(stack, local), kernel.metadata.shared, asm["ptx"], asm["cubin"], asm["ttgir"])
 
 
 def _cuobjdump(cubin: bytes, what: str) -> str:
