@@ -11,7 +11,16 @@ from deepdecode.__main__ import main
 from deepdecode.ladder.command import CONCURRENCY, choose_levels, choose_rungs
 from deepdecode.ladder.findings import moves_doc, write_findings
 from deepdecode.ladder.plots import plot_ladder
-from deepdecode.ladder.table import campaign_table, category_table, entry_table, gate_table, ladder_doc, mirror_table, ratio
+from deepdecode.ladder.table import (
+    campaign_table,
+    category_table,
+    entry_table,
+    gate_table,
+    ladder_doc,
+    mirror_table,
+    not_run,
+    ratio,
+)
 from deepdecode.rungs import RUNGS
 from deepdecode.trace import load, profile
 from deepdecode.trace.compare import compare
@@ -121,6 +130,15 @@ def test_a_failed_rung_has_a_reason_and_no_figures(document):
     gates = {line[0]: line for line in gate_table(document).rows}
     assert gates["1"][2:5] == ("nan", "1.00e-02", "FAILED")
     assert gates["2"][2:6] == ("3.20e-02", "1.00e-02", "passed", "32 tokens")
+
+
+def test_what_a_short_run_lacks_is_said(document):
+    assert not_run(document) == {}
+    document["rows"] = [r for r in document["rows"] if r["rung"] != "1" and (r["rung"], r["concurrency"]) != ("2", 32)]
+    assert not_run(document) == {"1": [1, 32], "2": [32]}
+    text = plain(ladder_doc(document))
+    assert "rung 1 at C = 1, 32: not run" in text
+    assert "rung 2 at C = 32: not run" in text
 
 
 def test_tables_of_the_profiled_step(document):

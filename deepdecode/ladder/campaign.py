@@ -1,5 +1,6 @@
 """Climb: every rung at every concurrency is checked, timed and profiled; each row is written down as soon as it is known."""
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -219,16 +220,17 @@ def _measure(
         "times_floor": round(1e3 * tpot.ms / floor_us, 2),
         "experts_hit": {"mean": round(sum(hit) / max(1, len(hit)), 2), "min": min(hit, default=0), "max": max(hit, default=0)},
         "graph_launches": graph.launches,
-        "profile": _summary(
-            profile_steps(graph.replay, instruments.record, whole, batch, KEPT_STEPS if kept else SUMMED_STEPS)
-        ),
     }
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(whole.unlink, missing_ok=True)
+        steps = KEPT_STEPS if kept else SUMMED_STEPS
+        measured["profile"] = _summary(profile_steps(graph.replay, instruments.record, whole, batch, steps))
+        if kept:
+            leaving.pop_all()
+            slimming.start(whole, trace)
     if kept:
-        slimming.start(whole, trace)
         entries = profile_entries(graph.eager, instruments.record, trace.with_name(f"eager-{whole.name}"))
         measured |= {"trace": trace.name, "entries": {name: asdict(entry) for name, entry in entries.items()}}
-    else:
-        whole.unlink()
     # all or nothing: a step that failed on the way has no time
     row |= measured
 

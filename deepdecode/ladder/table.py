@@ -19,10 +19,20 @@ def ladder_doc(document: Document) -> Doc:
     tables = (category_table(document), entry_table(document), gate_table(document), mirror_table(document))
     parts += [table for table in tables if table]
     failed = [f"rung {row['rung']} at C = {row['concurrency']}: {row['error']}" for row in rows if "error" in row]
+    for name, levels in not_run(document).items():
+        failed.append(f"rung {name} at C = {', '.join(map(str, levels))}: not run")
     if failed:
         parts.append(Bullets("Not measured", tuple(failed)))
     parts.append(Bullets("How", tuple(_method(document))))
     return Doc(f"Ladder, {document['slice']} on {document['device']['name']}", tuple(parts))
+
+
+def not_run(document: Document) -> dict[str, list[int]]:
+    """Rungs of the plan whose measurement at a concurrency is missing: the run was cut short."""
+    have = {(row["rung"], row["concurrency"]) for row in document["rows"]}
+    levels = sorted({concurrency for _, concurrency in have})
+    missing = {name: [level for level in levels if (name, level) not in have] for name in document["rungs"]}
+    return {name: levels for name, levels in missing.items() if levels}
 
 
 def ratio(rows: Sequence[Row], row: Row, other: str | None) -> float | None:
