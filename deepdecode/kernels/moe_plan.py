@@ -69,9 +69,9 @@ def supports(case: Case, card: Card) -> str | None:
 def plan(case: Case, card: Card) -> Config:
     """Choose the launches. The same case and card give the same ones, so a captured graph and its replay agree.
 
-    The tiles that won on an H200, Triton 3.6, V4-Flash's experts whole, other routes in each call: 60 / 525 / 1360 us at T = 1 /
-    16 / 64, where a copy of the bytes takes 25 / 260 / 643; slices of K instead of rows cost 1440 at T = 64. An eighth of each
-    expert on all 43 layers, 32 tokens: 197 us a layer, where a copy takes 55. What limits them is integer work, not memory.
+    The tiles that won on an H200, Triton 3.6, V4-Flash's experts whole, other routes in each call: 60 / 525 / 1360 us at
+    T = 1 / 16 / 64, where a copy of the bytes takes 25 / 260 / 643; slices of K instead of rows cost 1440 at T = 64. With an
+    eighth of each expert, in a step of 32 tokens: 197 us, where a copy takes 55. The busiest part is integer arithmetic.
     """
     # tokens that an expert meets on average, if all are as likely
     block_t = 8 if case.T * case.top_k <= 4 * case.E else 16
