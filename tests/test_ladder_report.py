@@ -191,6 +191,8 @@ def test_findings_name_what_to_attack_next(tmp_path, document):
     # rung 2, not the variant beside it
     assert "What next for `rung 2`" in text
     assert "Next: `tensor-core-gemm`, because" in text
+    # the floor of the rung's own step: 400 MB at 4 TB/s
+    assert "k: roofline: 0.100 ms a step" in text
     before = text
     write_findings(document, path.parent, file)
     assert file.read_text().startswith(before)

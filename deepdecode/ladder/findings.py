@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepdecode.trace import load, profile
-from deepdecode.trace.advise import advise
+from deepdecode.trace import Profile, load, profile
+from deepdecode.trace.advise import Advice, advise
 from deepdecode.trace.compare import Comparison, compare
 from deepdecode.trace.findings import append, entry
 from deepdecode.trace.model import CATEGORIES
@@ -14,6 +14,15 @@ from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc
 
 # categories that moved less than this part of the step are not told
 TOLD = 0.01
+# candidates of the advice whose floor is known: the bytes of these entries, over a copy's bandwidth
+FLOORS = {
+    "attention-kernel": ("sparse_attn",),
+    "split-attention": ("sparse_attn",),
+    "tune-attention": ("sparse_attn",),
+    "indexer-kernel": ("index_topk",),
+    "moe-kernel": ("moe",),
+    "small-m-gemm": ("attn_in", "q_proj", "attn_out", "route", "head"),
+}
 
 
 def write_findings(document: dict[str, Any], folder: Path, file: Path) -> Doc | None:
@@ -41,10 +50,18 @@ def write_findings(document: dict[str, Any], folder: Path, file: Path) -> Doc | 
         first = profile_doc(profiles[0], labels[0])
         docs = [first]
     product = _product(document, labels)
-    docs.append(advice_doc(advise(profiles[product], labels[product])))
+    docs.append(advice_doc(_advise(profiles[product], labels[product], rows[product])))
     title = f"the ladder on {document['slice']}, C = {document['profiled_concurrency']}, commit {document['commit']}"
     append(file, entry(title, document["command"], profiles, docs))
     return first
+
+
+def _advise(one: Profile, label: str, row: dict[str, Any]) -> Advice:
+    """What next, from the floors of this very step where they are known."""
+    nanoseconds = {entry: count / row["copy_bandwidth_tb_s"] / 1e3 for entry, count in row["bytes_by_entry"].items()}
+    floors = {name: sum(nanoseconds.get(entry, 0.0) for entry in entries) for name, entries in FLOORS.items()}
+    there = {candidate.id for candidate in advise(one, label).candidates}
+    return advise(one, label, floors_ns={name: ns for name, ns in floors.items() if name in there and ns > 0})
 
 
 def _product(document: dict[str, Any], labels: Sequence[str]) -> int:

@@ -101,7 +101,7 @@ def _speeds(document: dict[str, Any]) -> Any:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     rows = [row for row in document["rows"] if "tokens_per_s" in row]
-    figure = _figure(6.4, 4.2)
+    figure = _figure(6.4, 5.0)
     axes = figure.subplots()
     for n, name in enumerate(dict.fromkeys(row["rung"] for row in rows)):
         points = sorted((row["concurrency"], row) for row in rows if row["rung"] == name)
@@ -127,7 +127,7 @@ def _speeds(document: dict[str, Any]) -> Any:
     axes.set_ylabel("tokens per second")
     axes.grid(which="both", color="#dddddd", linewidth=0.5)
     _plain(axes)
-    axes.legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     axes.set_title(_title(document, "Decoding speed"), fontsize=9)
     return figure
 

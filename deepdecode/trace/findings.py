@@ -17,7 +17,7 @@ except ImportError:  # not POSIX: O_APPEND alone keeps entries whole on local di
 FILE = "PROFILE_FINDINGS.md"
 HEADER = """# Profile findings
 
-Entries are appended by `deepdecode advise` and `deepdecode compare`; the newest is the last.
+Entries are appended by `deepdecode advise`, `deepdecode compare` and `deepdecode ladder`; the newest is the last.
 A line in an entry is never changed later: a finding that turned out wrong gets a new entry that says so.
 """
 
