@@ -100,7 +100,7 @@ def test_every_ratio_names_what_it_is_over(document):
     assert cells(table, "32", "1")[5:8] == ("1.29x", "0.93x", "0.93x")
     assert cells(table, "1", "0-padded")[5:8] == ("1.00x", "0.72x", "-")
     assert cells(table, "1", "2")[8:] == ("1.000", "14.3 %", "7.000", "90", "2.000", "3.50x", "5.5")
-    assert "rung 0-padded is the first engine; rung 0 is SGLang today" in table.note
+    assert "rung 0-padded mirrors the first engine; rung 0 mirrors SGLang today" in table.note
     assert ratio(document["rows"], document["rows"][0], "0") == pytest.approx(26 / 36, rel=1e-3)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TOKENS = (1, 8, 16, 64, 128)
+CONCURRENCY = (1, 16, 64)
 WHO = ("deepdecode", "deepdecode portable", "flash_mla", "sglang dual-scope", "sglang fallback", "deepdecode rung 0")
 
 
@@ -38,6 +39,53 @@ def attention() -> str:
     return "\n".join(lines)
 
 
+def ladder() -> str:
+    """The campaign on a whole decode step; every ratio names what it is over."""
+    folder = ROOT / "results" / "h200"
+    tp8, dp8 = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8"))
+    rungs = tp8["rungs"]
+    yardsticks = [name for name in rungs if rungs[name]["yardstick"]]
+    head = ["C", "rung", "tokens/s", *(f"over rung {name}" for name in yardsticks), "over the rung below"]
+    head += ["attention, ms", "its share", "launches", "times the floor"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---|" * (len(head) - 2)]
+    for at in CONCURRENCY:
+        for row in tp8["rows"]:
+            if row["concurrency"] != at or "us_warm" not in row:
+                continue
+            profile, name = row["profile"], row["rung"]
+            attention = profile["categories"]["attention"]
+            over = [_over(tp8, name, other, at) for other in (*yardsticks, rungs[name]["below"])]
+            cells = [str(at), f"{name}: {rungs[name]['title']}", f"{row['tokens_per_s']:.1f}", *over]
+            cells += [f"{attention['ms']:.2f}", f"{100 * attention['share']:.1f} %", f"{profile['launches']:.0f}"]
+            lines.append("| " + " | ".join([*cells, f"{row['times_floor']:.1f}"]) + " |")
+    top = [name for name in rungs if not rungs[name]["beside"]][-1]
+    named = "; ".join(f"rung {name} mirrors {rungs[name]['yardstick']}" for name in yardsticks)
+    ours = ", ".join(_over(dp8, top, yardsticks[-1], at) for at in CONCURRENCY)
+    levels = ", ".join(map(str, CONCURRENCY))
+    first = ", ".join(_over(tp8, "2", yardsticks[0], at) for at in CONCURRENCY)
+    lines += [
+        "",
+        f"One rank of eight (tp8) on one {tp8['device']['name']}, {tp8['layers']} layers, {tp8['context']} tokens of context, "
+        f"collectives left out ({tp8['date']}, `{tp8['command']}`); {named}. From rung {yardsticks[0]} to rung 2 it is "
+        f"{first} at C = {levels}; the first campaign, on eight RTX PRO 6000 with collectives, saw 1.96x, 2.12x, 2.09x. "
+        f"On the other slice, dp8ep8, rung {top} over rung {yardsticks[-1]} is {ours}.{_missing(tp8)}",
+    ]
+    return "\n".join(lines)
+
+
+def _missing(result: dict) -> str:
+    """Rungs of the ladder that the run did not come to."""
+    have = {(row["rung"], row["concurrency"]) for row in result["rows"] if "us_warm" in row}
+    left = {name: [str(at) for at in CONCURRENCY if (name, at) not in have] for name in result["rungs"]}
+    told = [f"rung {name} at C = {', '.join(levels)}" for name, levels in left.items() if levels]
+    return f" Not measured: {'; '.join(told)}." if told else ""
+
+
+def _over(result: dict, rung: str, other: str | None, at: int) -> str:
+    speeds = {row["rung"]: row["tokens_per_s"] for row in result["rows"] if row["concurrency"] == at and "us_warm" in row}
+    return f"{speeds[rung] / speeds[other]:.2f}x" if rung in speeds and other in speeds else ""
+
+
 def trace() -> str:
     """Seconds and memory of the trace reader."""
     result = json.loads((ROOT / "results" / "cpu" / "trace.json").read_text())
@@ -54,7 +102,7 @@ def _case(row: dict) -> tuple:
     return tuple(row[key] for key in ("T", "H", "window_keys", "extra_keys", "fmt"))
 
 
-BLOCKS = {"attention": attention, "trace": trace}
+BLOCKS = {"ladder": ladder, "attention": attention, "trace": trace}
 
 
 def written(text: str) -> str:

@@ -65,7 +65,7 @@ def campaign_table(document: Document) -> Table:
         line += [f"{attention['ms']:.3f}", percent(attention["share"]), f"{profile['busy_ms']:.3f}", count(profile["launches"])]
         line += [f"{row['floor_us'] / 1e3:.3f}", _times(row["times_floor"]), f"{row['experts_hit']['mean']:.1f}"]
         lines.append(tuple(line))
-    named = [f"rung {name} is {rungs[name]['yardstick']}" for name in yardsticks]
+    named = [f"rung {name} mirrors {rungs[name]['yardstick']}" for name in yardsticks]
     note = "; ".join([*named, "x below: over the rung below", "attention, share, GPU and launches: of a profiled step"])
     return Table("The campaign", tuple(head), "r" + "l" + "r" * (len(head) - 2), tuple(lines), note + ".")
 
