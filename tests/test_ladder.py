@@ -206,8 +206,7 @@ def test_a_failed_profile_is_no_time_either(small, tmp_path):
 
 def test_what_a_short_run_should_have_comes_first():
     plan = plan_of(SLOW, rung("middle"), QUICK, VARIANT, levels=(2,))
-    assert [rung.name for rung, _, _ in plan.by_worth()] == ["quick", "slow", "middle", "variant"]
-    assert [rung.name for rung, _, _ in plan.cells()] == ["slow", "middle", "quick", "variant"]
+    assert [rung.name for rung, _, _ in plan.cells()] == ["quick", "slow", "middle", "variant"]
 
 
 def test_a_failed_logits_gate_is_no_time_either(small, tmp_path):
@@ -243,7 +242,25 @@ def test_a_second_run_measures_what_the_first_could_not(small, tmp_path):
     assert known(again["rows"], plan) == again["rows"]
     assert known(again["rows"], plan_of(SLOW, QUICK, commit="def")) == []
     assert known(again["rows"], replace(plan, context=128)) == []
-    assert len(known(again["rows"], replace(plan, rungs=(QUICK,)))) == 2
+
+
+def test_a_run_of_one_rung_keeps_the_others(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("deepdecode.ladder.campaign.RUNGS", (SLOW, QUICK))
+    path, plan = tmp_path / "ladder-tp8.json", plan_of(SLOW, levels=(2,))
+    bench = Bench(small, plan.rungs)
+    first = run(Request(), plan, bench, bench.instruments(), bench.gate, path)
+    bench = Bench(small, [QUICK])
+    both = run(Request(resume=True), plan_of(QUICK, levels=(1,)), bench, bench.instruments(), bench.gate, path)
+    assert bench.ran == ["quick"]
+    assert [(row["rung"], row["concurrency"]) for row in both["rows"]] == [("slow", 2), ("quick", 1), ("quick", 2)]
+    assert both["rows"][0] == first["rows"][0]
+    assert list(both["rungs"]) == ["slow", "quick"]
+    assert both["rungs"]["quick"]["below"] == "slow"
+    assert json.loads(path.read_text()) == both
+    # without --resume the file is begun anew
+    bench = Bench(small, [QUICK])
+    alone = run(Request(), plan_of(QUICK, levels=(2,)), bench, bench.instruments(), bench.gate, path)
+    assert [row["rung"] for row in alone["rows"]] == ["quick"]
 
 
 def test_the_result_file_says_what_it_was(small, tmp_path):

@@ -14,7 +14,7 @@ from deepdecode.ladder.gates import Gate, step_gates
 from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
 from deepdecode.ladder.slim import Slimming
 from deepdecode.ops.table import Ops
-from deepdecode.rungs import Rung
+from deepdecode.rungs import RUNGS, Rung
 from deepdecode.trace import Profile
 
 # what makes two rows one measurement; the commit joins them when a run goes on where another stopped
@@ -57,16 +57,12 @@ class Plan:
         return tuple(sorted({*self.concurrency, self.profiled}))
 
     def cells(self) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
-        """Rung, concurrency, and the keys of the row, bottom up."""
-        yield from self._cells(self.rungs)
+        """Rung, concurrency, and the keys of the row; what a run that is cut short should have comes first.
 
-    def by_worth(self) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
-        """The same, what a run that is cut short should have first: the top, the yardsticks, the rest, other forms."""
+        The top, the yardsticks, the rest, other forms of a rung.
+        """
         top = next((rung for rung in reversed(self.rungs) if not rung.beside), None)
-        yield from self._cells(sorted(self.rungs, key=lambda rung: (rung is not top, bool(rung.beside), not rung.yardstick)))
-
-    def _cells(self, rungs: Sequence[Rung]) -> Iterator[tuple[Rung, int, dict[str, Any]]]:
-        for rung in rungs:
+        for rung in sorted(self.rungs, key=lambda rung: (rung is not top, bool(rung.beside), not rung.yardstick)):
             for concurrency in self.levels:
                 values = (rung.name, self.slice, concurrency, self.context, self.layers)
                 yield rung, concurrency, dict(zip(KEYS, values, strict=True))
@@ -90,13 +86,17 @@ def rungs_told(rungs: Sequence[Rung]) -> dict[str, dict[str, Any]]:
 
 
 def known(rows: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """The rows that this plan need not measure again: of its commit and its cells, and without an error."""
-    wanted = [case for _, _, case in plan.cells()]
-    return [
-        row
-        for row in rows
-        if row.get("commit") == plan.commit and "error" not in row and {key: row.get(key) for key in KEYS} in wanted
-    ]
+    """The rows that stand beside this plan's: of its commit, slice, context and layers, any rung, no error."""
+    want = {"commit": plan.commit, "slice": plan.slice, "context": plan.context, "layers": plan.layers}
+    names = {rung.name for rung in (*RUNGS, *plan.rungs)}
+    same = [row for row in rows if {name: row.get(name) for name in want} == want]
+    return [row for row in same if "error" not in row and row.get("rung") in names]
+
+
+def all_rungs(plan: Plan, done: Sequence[dict[str, Any]]) -> tuple[Rung, ...]:
+    """The plan's rungs and those of the rows that are kept, bottom up."""
+    kept = {row["rung"] for row in done} | {rung.name for rung in plan.rungs}
+    return (*(rung for rung in RUNGS if rung.name in kept), *(rung for rung in plan.rungs if rung not in RUNGS))
 
 
 def climb(
@@ -121,14 +121,18 @@ def climb(
         say: takes each new row.
 
     Returns:
-        All rows, in the order of the plan.
+        All rows, those of `done` among them, bottom up.
     """
     rows = {_key(row): row for row in done}
-    order = [_key(case) for _, _, case in plan.cells()]
+    names = [rung.name for rung in all_rungs(plan, done)]
+
+    def ordered() -> list[dict[str, Any]]:
+        return sorted(rows.values(), key=lambda row: (names.index(row["rung"]), row["concurrency"]))
+
     bandwidth = None
     logits: dict[str, Gate | str] = {}
     slimming = Slimming()
-    for rung, concurrency, case in plan.by_worth():
+    for rung, concurrency, case in plan.cells():
         if _key(case) in rows:
             continue
         if bandwidth is None:
@@ -149,11 +153,11 @@ def climb(
                 row["error"] = found
         rows[_key(case)] = row
         say(row)
-        save([rows[key] for key in order if key in rows])
+        save(ordered())
         _free()
     for line in slimming.wait():
         print(f"ladder: a trace could not be written: {line}", file=sys.stderr)
-    return [rows[key] for key in order]
+    return ordered()
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from deepdecode.config import ModelConfig
 from deepdecode.errors import HintedError
-from deepdecode.ladder.campaign import Plan, climb, known, rungs_told
+from deepdecode.ladder.campaign import Plan, all_rungs, climb, known, rungs_told
 from deepdecode.ladder.findings import write_findings
 from deepdecode.ladder.gates import LogitsGate
 from deepdecode.ladder.instruments import Instruments, gpu_instruments
@@ -180,7 +180,7 @@ def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate
         "layers": plan.layers,
         "profiled_concurrency": plan.profiled,
         "left_out": left_out(plan.slice),
-        "rungs": rungs_told(plan.rungs),
+        "rungs": rungs_told(all_rungs(plan, done)),
         "rows": [],
     }
 
@@ -197,7 +197,7 @@ def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate
 
     def save_and_count(rows: list[dict[str, Any]]) -> None:
         save(rows)
-        bar.step(len(rows), total)
+        bar.step(len(rows), max(total, len(rows)))
 
     rows = climb(plan, slice, instruments, gate, path, done=done, save=save_and_count, say=_say)
     bar.end()
