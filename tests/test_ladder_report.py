@@ -132,6 +132,12 @@ def test_a_failed_rung_has_a_reason_and_no_figures(document):
     assert gates["2"][2:6] == ("3.20e-02", "1.00e-02", "passed", "32 tokens")
 
 
+def test_time_in_no_category_is_said(document):
+    assert "in no category" not in plain(ladder_doc(document))
+    document["rows"][-1]["profile"]["unknown_share"] = 0.07
+    assert "rung 2-portable: 7.0 % of GPU time is in no category" in plain(ladder_doc(document))
+
+
 def test_what_a_short_run_lacks_is_said(document):
     assert not_run(document) == {}
     document["rows"] = [r for r in document["rows"] if r["rung"] != "1" and (r["rung"], r["concurrency"]) != ("2", 32)]

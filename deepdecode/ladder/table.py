@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from deepdecode.trace.model import CATEGORIES
+from deepdecode.trace.model import CATEGORIES, UNKNOWN_LIMIT
 from deepdecode.trace.render import Bullets, Doc, Part, Table, count, percent
 
 Row = dict[str, Any]
@@ -150,6 +150,12 @@ def _method(document: Document) -> list[str]:
         spans = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         items.append(f"TPOT: the median of {rows[0]['repeats']} passes of {spans} replays over consecutive positions")
         bandwidth = sorted({row["copy_bandwidth_tb_s"] for row in rows})
+        for row in profiled(document):
+            unknown = row["profile"]["unknown_share"]
+            if unknown > UNKNOWN_LIMIT:
+                items.append(
+                    f"rung {row['rung']}: {percent(unknown)} of GPU time is in no category; `deepdecode profile` names it"
+                )
         items.append(f"floor: bytes that must move, over {bandwidth[-1]:.2f} TB/s, a copy's bandwidth in the same run")
     return items
 
