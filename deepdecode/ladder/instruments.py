@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -207,10 +206,3 @@ class Dispatched(TorchDispatchMode):
 def _is_view(func: Any) -> bool:
     returned = func._schema.returns
     return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-
-
-def wall_seconds(work: Callable[[], Any]) -> float:
-    """Seconds of work that runs on this machine's CPU."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
