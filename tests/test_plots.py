@@ -141,6 +141,7 @@ def test_bench_needs_a_gpu(monkeypatch, capsys):
 def test_every_rival_of_the_benchmark_looks_different():
     from deepdecode.bench.__main__ import jobs
 
-    rivals = {implementation for _, implementation, _, _ in jobs(True)}
+    # what is run as PTX has no time to draw
+    rivals = {implementation for _, implementation, runner, _ in jobs(True) if not isinstance(runner, int)}
     assert len(rivals) > 5
     assert len(set(zip(plots.COLOURS, plots.MARKERS, strict=True))) >= len(rivals)

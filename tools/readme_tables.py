@@ -10,7 +10,15 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TOKENS = (1, 8, 16, 64, 128)
 CONCURRENCY = (1, 16, 64)
-WHO = ("deepdecode", "deepdecode portable", "flash_mla", "sglang dual-scope", "sglang fallback", "deepdecode rung 0")
+WHO = (
+    "deepdecode",
+    "deepdecode portable",
+    "deepdecode portable, no FP8 type",
+    "flash_mla",
+    "sglang dual-scope",
+    "sglang fallback",
+    "deepdecode rung 0",
+)
 
 
 def attention() -> str:
@@ -26,7 +34,8 @@ def attention() -> str:
     for H in (64, 8):
         for who in WHO:
             cells = [f"{us[who, H, T]:.1f}" if (who, H, T) in us else "" for T in TOKENS]
-            lines.append(f"| {H} | {who} | " + " | ".join(cells) + " |")
+            if any(cells):
+                lines.append(f"| {H} | {who} | " + " | ".join(cells) + " |")
     peers = [row for row in result["rows"] if row["implementation"] == "flash_mla" and "us_warm" in row]
     ours = {_case(row): row for row in result["rows"] if row["implementation"] == "deepdecode"}
     races = [(ours[_case(row)][kind], row[kind]) for row in peers for kind in ("us_warm", "us_rotated")]

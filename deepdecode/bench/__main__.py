@@ -11,8 +11,8 @@ import torch
 
 from deepdecode.bench import attention, peers, tune
 from deepdecode.bench.timing import copy_bandwidth, current_commit, write_results
-from deepdecode.cards import Card
-from deepdecode.kernels.attention_plan import Case, card_of, floor_us, work
+from deepdecode.cards import CARDS, Card
+from deepdecode.kernels.attention_plan import TUNED_CARD, Case, card_of, floor_us, work
 
 # the rungs and the slow rivals: few cells, since a call takes milliseconds
 SLOW_TOKENS, SLOW_HEADS = (1, 8, 16, 64, 128), (8, 64)
@@ -27,12 +27,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("op", choices=["attention"])
     parser.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
     parser.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
+    parser.add_argument("--fit", action="store_true", help="write the tuning table from the H200's result files; needs no GPU")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long; run again to go on")
     parser.add_argument("--only", help="measure this implementation alone; the file keeps the others")
     parser.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
     options = parser.parse_args(argv)
+    if options.fit:
+        return fit(options, next(card for card in CARDS if card.name == TUNED_CARD))
     if not torch.cuda.is_available():
         print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
         return 2
@@ -94,7 +97,18 @@ def sweep(options: argparse.Namespace, card: Card, commit: str) -> int:
         rows.append(row | {"us": round(row["us"], 2), "commit": commit})
     command = "python -m deepdecode.bench attention --sweep"
     write_results(path, rows, command=command, commit=commit)
-    facts = {"command": command, "commit": commit, "evidence": path.name, "points": len(rows)}
+    return fit(options, card)
+
+
+def fit(options: argparse.Namespace, card: Card) -> int:
+    """Write the plan's table from the launches that the card's result files hold."""
+    folder = options.out / _folder(card)
+    rows = tune.recorded(folder)
+    if not rows:
+        print(f"bench: {folder} holds no launches; bench attention --sweep measures some", file=sys.stderr)
+        return 2
+    files = sorted(path.name for path in (*folder.glob("attention_sweep*.json"), *folder.glob("attention.json")))
+    facts = {"command": "python -m deepdecode.bench attention --fit", "evidence": files, "launches": len(rows)}
     print(tune.write_table(rows, card, device=card.name, date=time.strftime("%Y-%m-%d"), **facts))
     return 0
 

@@ -21,6 +21,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HEADS = (8, 16, 32, 64, 128)
 # the contract's bounds: over the tensor, and in the worst (token, head) row
 MAX_ERR, MAX_ROW_ERR = 2.5e-3, 5e-3
+# what a row of ours says of its launch
+LAUNCH = ("kernel", "block_h", "block_n", "num_warps", "splits")
 # what the bounds hold for; rivals and rung 0 show their error
 BOUND = ("deepdecode", "deepdecode portable", "deepdecode portable, no FP8 type", "deepdecode rung 1")
 # the reference holds every gathered row in float64, so a large batch is checked on its first tokens
@@ -82,6 +84,7 @@ def ours(inputs: AttentionInputs, out: torch.Tensor, config: Config | None = Non
             *inputs.args(), sink=inputs.sink, scale=inputs.scale, out=out, lse=None, workspace=workspace, config=config
         )
 
+    call.config = config  # type: ignore[attr-defined]
     return call
 
 
@@ -153,6 +156,9 @@ def measure(
         torch.cuda.synchronize()
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[:200]}
+    config = getattr(call, "config", None)
+    if config is not None:
+        row["launch"] = {name: getattr(config, name) for name in LAUNCH}
     row["rel_err"] = rel_err(out[: len(want)], want)
     row["worst_row_err"] = worst_row_err(out[: len(want)], want)
     if not (row["rel_err"] < MAX_ERR and row["worst_row_err"] < MAX_ROW_ERR) and name in BOUND:

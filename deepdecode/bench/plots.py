@@ -9,8 +9,8 @@ ASPECTS = {"us_warm": "warm", "us_rotated": "rotated past L2"}
 FIXED_KEYS = ("window_keys", "extra_keys", "fmt")
 OURS = "deepdecode"
 # Okabe and Ito's colours: told apart by colour-blind readers, and dark enough on white
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#8C510A", "#6A3D9A")
-MARKERS = "osD^vPX*h"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#8C510A", "#6A3D9A", "#B2DF8A")
+MARKERS = "osD^vPX*h<"
 
 
 def plot_results(path: Path, *, op: str = "attention") -> list[Path]:

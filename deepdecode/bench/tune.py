@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepdecode.bench.attention import Sized, best_of, mma_sync
+from deepdecode.bench.attention import LAUNCH, Sized, best_of, mma_sync
 from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import TUNED, Case, Config, Shape, card_of, model, predict, shapes, split_counts
 from deepdecode.testing.inputs import KEY_COUNTS
@@ -37,6 +37,7 @@ HELD_OUT_TOKENS, HELD_OUT_HEADS, HELD_OUT_KEYS = (
     (100, 256, 700, 2048, 6000),
 )
 HELD_OUT_POINTS = 24
+CASE = ("T", "H", "window_keys", "extra_keys", "fmt")
 # launches this much slower than a point's best say nothing of where to go
 NEAR_BEST = 1.5
 # what the present table predicts to take this many times the best launch is not measured
@@ -105,7 +106,17 @@ def _is_portable(kernel: str) -> bool:
 
 
 def _shape_of(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in ("kernel", "block_h", "block_n", "num_warps", "splits")}
+    return {name: getattr(config, name) for name in LAUNCH}
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """Every launch of ours with a warm time in a card's result files: sweeps, and the benchmark's own calls."""
+    rows = [row for path in sorted(folder.glob("attention_sweep*.json")) for row in json.loads(path.read_text())["rows"]]
+    benchmark = folder / "attention.json"
+    for row in json.loads(benchmark.read_text())["rows"] if benchmark.exists() else ():
+        if "launch" in row and row["implementation"] in ("deepdecode", "deepdecode portable"):
+            rows.append({name: row[name] for name in CASE} | row["launch"] | {"us": row["us_warm"], "held_out": False})
+    return rows
 
 
 def fit(rows: list[dict[str, Any]], card: Card) -> dict[str, Any]:
