@@ -28,6 +28,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transforme
 VARIABLES = (
     "DEEPDECODE_CACHE",
     "DEEPDECODE_CHECK",
+    "DEEPDECODE_ENABLE",
     "DEEPDECODE_LOG",
     "DEEPDECODE_PEERS",
     "DEEPDECODE_REFERENCE",
