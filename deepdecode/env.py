@@ -259,7 +259,10 @@ def env_text(found: dict[str, Any]) -> str:
         *(_gpu_lines(found["gpus"]) or ["GPUs: none found, the references run on the CPU"]),
     ]
     for op, rows in found["support"].items():
-        lines += ["", f"{op}: its kernel by arch; every other op runs its reference" if len(found["support"]) == 1 else op]
+        lines += [
+            "",
+            f"{op}: its kernel by arch; the other ops' kernels have no such table yet" if len(found["support"]) == 1 else op,
+        ]
         lines += [f"  {'sm_' + str(row['arch']):<7} {', '.join(row['cards']):<26} {_status_words(row)}" for row in rows]
     if found["variables"]:
         lines += ["", "variables", *(f"  {name}={value}" for name, value in found["variables"].items())]
