@@ -356,6 +356,18 @@ def test_modules_that_somebody_else_replaced_are_left(model, prompt):
         del norm.__dict__["forward"]
 
 
+@torch.no_grad()
+def test_experts_of_another_rank_add_nothing(model):
+    """transformers marks such a pair with the number of experts."""
+    experts = model.model.layers[1].mlp.experts
+    x, weights = torch.randn(5, 96), torch.rand(5, 2)
+    ids = torch.tensor([[0, 8], [8, 8], [3, 1], [8, 7], [2, 2]])
+    want = type(experts).forward.__wrapped__(experts, x, ids, weights)
+    report = plugin.enable(model)
+    assert (experts(x, ids, weights) - want).abs().max() < LOGITS and not want[1].any()
+    assert report.calls == {"moe": 1}
+
+
 def test_an_attention_put_over_ours_stays(model, prompt):
     modeling = sys.modules[plugin.MODULE]
     own = modeling.eager_attention_forward
