@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check slow clean
+ENGINES := .venv-engines
+
+.PHONY: demo test check slow test-engines clean
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,5 +36,17 @@ test: check
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
+# Engines ask for CUDA builds, so that they and what pins against them come without their dependencies; sglang.txt names what is used.
+$(ENGINES)/.sglang: tests/engines/sglang.txt pyproject.toml
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@echo "installing SGLang and what its attention imports: 2 GB"
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 -r tests/engines/sglang.txt
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		sglang==0.5.23 transformers==5.19.0 compressed-tensors==0.18.0 --editable .
+	touch $@
+
+test-engines: $(ENGINES)/.sglang
+	$(ENGINES)/bin/python -m pytest tests/engines
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) .pytest_cache .ruff_cache

@@ -143,6 +143,7 @@ def attend(first, *args, **kwargs):
 def caller():
     attend(q=1, lens=2)
     module.attend(q=1, lens=3)
+    shape(1, x=2)
 """
 HOLDS = (
     Value("m.py", "WIDTH", "A + 64"),
@@ -176,6 +177,7 @@ def test_a_source_as_expected_has_no_problem(package):
             "attend must read the keywords k, q, got lens, q",
         ),
         (Calls("m.py", "attend", frozenset({"q"})), "attend must be called with q, got lens, q"),
+        (Calls("m.py", "shape", frozenset({"x"})), "shape must be called with x, got x and 1 by position"),
         (Calls("m.py", "page", frozenset({"rows"})), "page must be called, got no call"),
         (Value("gone.py", "WIDTH", "448"), "must be there and readable, got none"),
     ],
