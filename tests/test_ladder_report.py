@@ -128,7 +128,7 @@ def test_a_failed_rung_has_a_reason_and_no_figures(document):
     text = plain(ladder_doc(document))
     assert "rung 1 at C = 1: its worst row is off by 2.00e-01, the bound is 1.00e-02" in text
     gates = {line[0]: line for line in gate_table(document).rows}
-    assert gates["1"][2:5] == ("nan", "1.00e-02", "FAILED")
+    assert gates["1"][2:5] == ("not finite", "1.00e-02", "FAILED")
     assert gates["2"][2:6] == ("3.20e-02", "1.00e-02", "passed", "32 tokens")
 
 

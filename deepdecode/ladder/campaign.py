@@ -12,6 +12,7 @@ import torch
 
 from deepdecode.ladder.gates import Gate, step_gates
 from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
+from deepdecode.ladder.results import finite
 from deepdecode.ladder.slim import Slimming
 from deepdecode.ops.table import Ops
 from deepdecode.rungs import RUNGS, Rung
@@ -132,31 +133,34 @@ def climb(
     bandwidth = None
     logits: dict[str, Gate | str] = {}
     slimming = Slimming()
-    for rung, concurrency, case in plan.cells():
-        if _key(case) in rows:
-            continue
-        if bandwidth is None:
-            bandwidth = instruments.bandwidth()
-        row = {"op": "step", "implementation": f"rung {rung.name}", **case, "commit": plan.commit}
-        row["copy_bandwidth_tb_s"] = round(bandwidth, 3)
-        if rung.name not in logits:
-            logits[rung.name] = _guarded(lambda rung=rung: logits_gate(rung.ops))
-        gate = logits[rung.name]
-        if isinstance(gate, str):
-            row["error"] = f"logits gate: {gate}"
-        else:
-            row["gates"] = [_told(gate)]
-            found = _guarded(
-                lambda args=(plan, rung.ops, concurrency, slice, instruments, path, row, slimming): _measure(*args)
-            )
-            if isinstance(found, str):
-                row["error"] = found
-        rows[_key(case)] = row
-        say(row)
-        save(ordered())
-        _free()
-    for line in slimming.wait():
-        print(f"ladder: a trace could not be written: {line}", file=sys.stderr)
+    try:
+        for rung, concurrency, case in plan.cells():
+            if _key(case) in rows:
+                continue
+            if bandwidth is None:
+                bandwidth = instruments.bandwidth()
+            row = {"op": "step", "implementation": f"rung {rung.name}", **case, "commit": plan.commit}
+            row["copy_bandwidth_tb_s"] = round(bandwidth, 3)
+            if rung.name not in logits:
+                logits[rung.name] = _guarded(lambda rung=rung: logits_gate(rung.ops))
+            gate = logits[rung.name]
+            if isinstance(gate, str):
+                row["error"] = f"logits gate: {gate}"
+            else:
+                row["gates"] = [gate.told()]
+                found = _guarded(
+                    lambda args=(plan, rung.ops, gate, concurrency, slice, instruments, path, row, slimming): _measure(*args)
+                )
+                if isinstance(found, str):
+                    row["error"] = found
+            rows[_key(case)] = row
+            say(row)
+            save(ordered())
+            _free()
+    finally:
+        # a run that is stopped leaves no whole trace behind either
+        for line in slimming.wait():
+            print(f"ladder: a trace could not be written: {line}", file=sys.stderr)
     return ordered()
 
 
@@ -185,6 +189,7 @@ def _free() -> None:
 def _measure(
     plan: Plan,
     ops: Ops,
+    logits: Gate,
     concurrency: int,
     slice: Slice,
     instruments: Instruments,
@@ -195,12 +200,11 @@ def _measure(
     """Fill the row. A step that fails a gate gets no time."""
     graph = slice.graph(ops, concurrency)
     gates = step_gates(ops, graph.eager)
-    row["gates"] += [_told(gate) for gate in gates]
-    row |= {"rel_err": gates[0].error, "worst_row_err": gates[1].error}
-    failed = [gate for gate in row["gates"] if not gate["passed"]]
+    row["gates"] += [gate.told() for gate in gates]
+    row |= {"rel_err": finite(gates[0].error), "worst_row_err": finite(gates[1].error)}
+    failed = [gate for gate in (logits, *gates) if not gate.passed]
     if failed:
-        worst = failed[0]
-        row["error"] = f"{worst['name']} is off by {worst['error']:.2e}, the bound is {worst['bound']:.2e}"
+        row["error"] = f"{failed[0].name} is off by {failed[0].error:.2e}, the bound is {failed[0].bound:.2e}"
         return
     batch = len(graph.tokens)
     tpot = time_steps(graph.replay, instruments.seconds)
@@ -241,10 +245,6 @@ def _measure(
 
 def trace_path(path: Path, rung: str, concurrency: int) -> Path:
     return path.with_name(f"{path.stem}-rung-{rung}-c{concurrency}.json.gz")
-
-
-def _told(gate: Gate) -> dict[str, Any]:
-    return {**asdict(gate), "passed": gate.passed}
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

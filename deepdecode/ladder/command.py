@@ -17,6 +17,7 @@ from deepdecode.ladder.campaign import Plan, all_rungs, climb, known, rungs_told
 from deepdecode.ladder.findings import write_findings
 from deepdecode.ladder.gates import LogitsGate
 from deepdecode.ladder.instruments import Instruments, gpu_instruments
+from deepdecode.ladder.results import SCHEMA, make_room, read_results, save_results, set_aside
 from deepdecode.ladder.table import ladder_doc
 from deepdecode.progress import Progress
 from deepdecode.rungs import RUNGS, Rung
@@ -24,7 +25,6 @@ from deepdecode.slices import POSITIONS, SLICES, RankSlice
 from deepdecode.trace.findings import FILE
 from deepdecode.trace.render import markdown, show
 
-SCHEMA = 1
 CONCURRENCY, PROFILED, CONTEXT = (1, 16, 64), 32, 8192
 MOST = 4096
 
@@ -56,7 +56,7 @@ class Request:
 
 
 def ladder_command(request: Request) -> int:
-    """0: all was measured; 1: a rung failed, or there is no GPU to time anything on."""
+    """0: all was measured, or without a GPU all checks passed; 1: a rung or a check failed."""
     if request.report:
         return _report(request, read_results(request.report), request.report)
     rungs, levels = choose_rungs(request.rungs), choose_levels(request.concurrency)
@@ -103,21 +103,6 @@ def choose_levels(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """A result file of the ladder.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"ladder: {path} must be JSON, got {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("rungs"), dict) or "profiled_concurrency" not in document:
-        raise ValueError(f"ladder: {path} must be a result file of the ladder, got another")
-    return document
-
-
 def _offline(request: Request, rungs: Sequence[Rung]) -> int:
     from deepdecode.ladder.offline import SAID, offline_doc, run_offline
 
@@ -145,6 +130,10 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     plan = Plan(request.slice, rungs, levels, profiled, request.context, layers, request.commit or current_commit())
     card = str(instruments.device["name"]).lower().removeprefix("nvidia ").replace(" ", "-")
     path = request.out / card / f"ladder-{request.slice}.json"
+    # what would stop the run is found before it has cost anything
+    make_room(path)
+    if request.resume and path.exists():
+        read_results(path)
     gate = LogitsGate(device)
     # on one CPU thread, while the GPU makes weights
     preparing = threading.Thread(target=gate.prepare)
@@ -183,25 +172,19 @@ def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate
         "rungs": rungs_told(all_rungs(plan, done)),
         "rows": [],
     }
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n")
-        draft.replace(path)
-
+    set_aside(path, done)
     if done:
         print(f"{path}: {len(done)} measurements of commit {plan.commit} are kept", file=sys.stderr)
     total = len(plan.rungs) * len(plan.levels)
     bar = Progress("measurements")
 
     def save_and_count(rows: list[dict[str, Any]]) -> None:
-        save(rows)
+        save_results(path, {**document, "rows": rows})
         bar.step(len(rows), max(total, len(rows)))
 
     rows = climb(plan, slice, instruments, gate, path, done=done, save=save_and_count, say=_say)
     bar.end()
-    save(rows)
+    save_results(path, {**document, "rows": rows})
     return {**document, "rows": rows}
 
 

@@ -1,7 +1,7 @@
 """What a rung must pass before its time is printed: attention and chosen entries against float64, logits against references."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from deepdecode.checkpoint import seeded_model
 from deepdecode.kvcache import KVCache
+from deepdecode.ladder.results import finite
 from deepdecode.model import ModelWeights
 from deepdecode.ops.attention import sparse_attn_ref
 from deepdecode.ops.indexer import index_topk_ref
@@ -47,6 +48,10 @@ class Gate:
     def passed(self) -> bool:
         # a NaN passes no comparison
         return self.error <= self.bound
+
+    def told(self) -> dict[str, Any]:
+        """What result files say of it."""
+        return {**asdict(self), "error": finite(self.error), "passed": self.passed}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from deepdecode.ladder.gates import PROMPTS, Gate, LogitsGate
 from deepdecode.ladder.instruments import Dispatched
 from deepdecode.ladder.interpreted import Calls
+from deepdecode.ladder.table import size
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.table import Ops
 from deepdecode.tiny import CONFIG
@@ -62,7 +63,7 @@ def offline_doc(document: dict[str, Any], rungs: list[str]) -> Doc:
         (
             check["op"],
             check["implementation"],
-            f"{check['error']:.2e}" if "error" in check else "failed" if check["passed"] is False else NOT_RUN,
+            size(check["error"]) if "error" in check else "failed" if check["passed"] is False else NOT_RUN,
             f"{check['bound']:.2e}" if "error" in check else "-",
             check["note"],
         )
@@ -90,11 +91,13 @@ def _entries() -> list[str]:
 
 
 def _told(gate: Gate) -> Row:
-    return {"error": gate.error, "bound": gate.bound, "passed": gate.passed, "note": gate.note}
+    return {name: value for name, value in gate.told().items() if name != "name"}
 
 
 def _kernel_checks(calls: Calls) -> list[tuple[str, str, Row]]:
     """Each kernel on the captured calls. In a process of its own: Triton chooses to interpret when it is first imported."""
+    if _triton_version() is None:
+        return [("kernels", "all", {"passed": None, "note": "Triton is not installed"})]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "calls.pt"
         torch.save(calls.pack(), file)
@@ -102,7 +105,7 @@ def _kernel_checks(calls: Calls) -> list[tuple[str, str, Row]]:
         ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     if ran.returncode:
         why = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-        return [("kernels", "all", {"passed": None, "note": why[0][:200]})]
+        return [("kernels", "all", {"passed": False, "note": why[0][:200]})]
     found = []
     for op, name, error, bound, note in json.loads(ran.stdout):
         told = {"passed": False, "note": note} if error is None else _told(Gate(name, error, bound, note))

@@ -129,10 +129,10 @@ def gate_table(document: Document) -> Table:
     for row in document["rows"]:
         for gate in row.get("gates", ()):
             key = row["rung"], gate["name"]
-            if key not in worst or _size(gate["error"]) > _size(worst[key]["error"]):
+            if key not in worst or _worse(gate["error"]) > _worse(worst[key]["error"]):
                 worst[key] = gate
     lines = [
-        (rung, name, f"{gate['error']:.2e}", f"{gate['bound']:.2e}", "passed" if gate["passed"] else "FAILED", gate["note"])
+        (rung, name, size(gate["error"]), f"{gate['bound']:.2e}", "passed" if gate["passed"] else "FAILED", gate["note"])
         for (rung, name), gate in worst.items()
     ]
     return Table("Gates, worst over all concurrencies", ("rung", "check", "error", "bound", "", "on"), "llrrll", tuple(lines))
@@ -178,9 +178,13 @@ def _category(row: Row, name: str) -> dict[str, Any]:
     return row["profile"]["categories"].get(name, {"ms": 0.0, "share": 0.0, "launches": 0.0})
 
 
-def _size(error: float) -> float:
-    """A NaN is the worst there is."""
-    return math.inf if math.isnan(error) else error
+def size(error: float | None) -> str:
+    return "not finite" if error is None or not math.isfinite(error) else f"{error:.2e}"
+
+
+def _worse(error: float | None) -> float:
+    """What is not finite is the worst there is."""
+    return math.inf if error is None or math.isnan(error) else error
 
 
 def _times(value: float | None) -> str:
