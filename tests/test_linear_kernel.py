@@ -130,6 +130,8 @@ def test_small_weights_fill_the_card():
         ({"dtype": "float32"}, "x in float32, not bfloat16"),
         ({"weight": "float64"}, "weights in float64"),
         ({"out_dtype": "float64"}, "a result in float64"),
+        ({"groups": 65536}, "65536 groups of 64 rows, more than a grid holds"),
+        ({"out": 1 << 20}, "1 groups of 1048576 rows, more than a grid holds"),
     ],
 )
 def test_what_no_kernel_covers_is_named(change, reason):

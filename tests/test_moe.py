@@ -245,6 +245,10 @@ def replaced(name, weight):
         (lambda x, i, g, w: moe(x, i, g, replaced("w13", w.shared13), LIMIT), r"moe: w13 must be \[E, 2I, C\], got \[64, 64\]"),
         (lambda x, i, g, w: moe(x, i, g, replaced("w2", w.w2[:3]), LIMIT), r"moe: w2 must be \[4, 64, 32\], got \[3, 64, 32\]"),
         (lambda x, i, g, w: moe(x, i, g, replaced("shared13", w.w2[0]), LIMIT), r"moe: shared13 must be \[2I, 64\], got"),
+        (
+            lambda x, i, g, w: moe(x, i, g, replaced("shared2", w.shared2.to("meta")), LIMIT),
+            r"moe: shared2 must be on cpu as w13, got meta",
+        ),
         (lambda x, i, g, w: moe(x, i, g, replaced("shared2", w.shared13), LIMIT), r"moe: shared2 must be \[64, 32\], got"),
     ],
 )
@@ -252,3 +256,16 @@ def test_rejects(call, message):
     ids, weights = routed(3, 4, 2)
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 64, dtype=torch.float64), ids, weights, experts(4, 64, 32))
+
+
+@pytest.mark.parametrize("kind", ["fp4", "f64"])
+def test_the_op_says_what_it_gives_for_any_layout_of_x(kind):
+    w = experts(4, 64, 32, kind)
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    x, ids, weights = torch.randn(64, 3).T, torch.tensor([[0, 3], [1, -1], [2, 2]]), torch.rand(3, 2)
+    # columns that are neighbours: the result is contiguous, for torch.compile too
+    checks = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.deepdecode.moe.default, (x, ids, weights, *stored, 0, LIMIT), test_utils=checks)
+    out = torch.ops.deepdecode.moe(x, ids, weights, *stored, 0, LIMIT)
+    assert out.is_contiguous()
+    assert rel_err(out, token_by_token(x, ids, weights, w)) < FP32_STEP

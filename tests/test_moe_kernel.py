@@ -131,6 +131,7 @@ def test_plans_fit_every_card():
         ({"shared": "float64"}, "weights in float64"),
         ({"expert_weights": "float64"}, "routing weights in float64, not float32"),
         ({"E": 0}, "no token, no expert or an expert of width 0"),
+        ({"T": 1 << 20}, "1048576 tokens and 256 experts, more than a grid holds"),
     ],
 )
 def test_what_no_kernel_covers_is_named(change, reason):

@@ -5,6 +5,9 @@ from functools import cache
 
 from deepdecode.cards import Card
 
+# programs in a grid's second and third direction
+MAX_GRID = 65535
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,6 +51,9 @@ def supports(case: Case, card: Card) -> str | None:
         return "weights in float64"
     if case.out_dtype == "float64":
         return "a result in float64"
+    # every tile has 16 rows or more
+    if case.groups > MAX_GRID or case.out > 16 * MAX_GRID:
+        return f"{case.groups} groups of {case.out} rows, more than a grid holds"
     return None
 
 

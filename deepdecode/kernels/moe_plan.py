@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from deepdecode.cards import Card
+from deepdecode.kernels.linear_plan import MAX_GRID
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def supports(case: Case, card: Card) -> str | None:
         return f"routing weights in {case.expert_weights}, not float32"
     if not case.T or not case.E or not case.I or not case.shared_I:
         return "no token, no expert or an expert of width 0"
+    if -(-case.T // 16) + min(case.T * case.top_k, case.E) > MAX_GRID:
+        return f"{case.T} tokens and {case.E} experts, more than a grid holds"
     return None
 
 

@@ -70,7 +70,8 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
         limit: the clamp bound of `swiglu`, > 0.
 
     Returns:
-        [T, C] of x's dtype. T == 0 gives an empty tensor; a token without an expert here gets the shared one's output.
+        [T, C] of x's dtype, contiguous. T == 0 gives an empty tensor; a token without an expert here gets the shared one's
+        output.
 
     Raises:
         ValueError: an argument has another shape, dtype or device, or limit <= 0.
@@ -84,7 +85,7 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
     if not limit > 0:
         raise ValueError(f"moe: limit must be > 0, got {limit}")
     if len(x) == 0:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     if readable(x) and not torch.compiler.is_compiling():
         inner = wide(x)
         return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
@@ -112,7 +113,8 @@ def _experts(
     if use_kernel(x):
         from deepdecode.kernels import moe as kernel  # the only import of Triton on this path
 
-        out = torch.empty_like(x)
+        # not empty_like: the result is contiguous, whatever x is
+        out = x.new_empty(x.shape)
         reason = kernel.run(x, ids, weights, *stored, first_expert=first_expert, limit=limit, out=out)
         if reason is None:
             kernel_runs["moe"] += 1
@@ -138,10 +140,13 @@ _experts_op = torch.library.custom_op("deepdecode::moe", _experts, mutates_args=
 
 @_experts_op.register_fake
 def _(x, *args) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _expect_experts(w: MoeWeights, C: int) -> None:
+    for name, weight in (("w2", w.w2), ("shared13", w.shared13), ("shared2", w.shared2)):
+        if weight.device != w.w13.device:
+            raise ValueError(f"moe: {name} must be on {w.w13.device} as w13, got {weight.device}")
     E, pair, _ = w.w13.shape if len(w.w13.shape) == 3 else (0, 1, 0)
     if pair % 2:
         raise ValueError(f"moe: w13 must be [E, 2I, C], got {list(w.w13.shape)}")
