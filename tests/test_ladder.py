@@ -55,7 +55,7 @@ class Bench:
 
     def __init__(self, slice, rungs):
         self.slice, self.tables = slice, {rung.name: rung.ops for rung in rungs}
-        self.bytes, self.experts_hit = slice.bytes, slice.experts_hit
+        self.bytes, self.experts_hit, self.reset = slice.bytes, slice.experts_hit, slice.reset
         self.rung, self.ran, self.steps = "", [], 0
 
     def graph(self, ops, concurrency):
@@ -183,6 +183,41 @@ def test_what_fails_has_no_time_and_stops_nothing(small, tmp_path):
     for key in (("slow", 1), ("slow", 2), ("variant", 1), ("variant", 2)):
         assert not {"us_warm", "tokens_per_s", "profile", "floor_us"} & set(told[key])
     assert told["quick", 2]["us_warm"] == 10_000.0
+
+
+def test_rows_that_a_broken_rung_wrote_do_not_break_the_next(small, tmp_path):
+    class Warmed(Bench):
+        """Steps run before a graph is there, as a capture's warm-up does."""
+
+        def graph(self, ops, concurrency):
+            graph = self.slice.graph(ops, concurrency)
+            graph.replay()
+            graph.replay()
+            graph.seek(0)
+            return Replayed(self, graph)
+
+    def nothing(*args, **options):
+        return REFERENCE.sparse_attn(*args, **options) * float("nan")
+
+    # on a GPU, sampling does not look at the logits' values
+    broken = rung(
+        "slow", yardstick="an engine", sparse_attn=nothing, sample=lambda logits, *rest: logits.new_zeros(len(logits))
+    )
+    fine = rung("variant")
+    bench = Warmed(small, [broken, fine, QUICK])
+    rows = climb(
+        plan_of(broken, fine, QUICK, levels=(2,)),
+        bench,
+        bench.instruments(),
+        bench.gate,
+        tmp_path / "l.json",
+        save=lambda rows: None,
+        say=lambda row: None,
+    )
+    assert bench.ran == ["quick", "slow", "variant"]
+    # the broken one has no time, the one after it has
+    assert [row.get("us_warm") for row in rows] == [None, 20_000.0, 10_000.0]
+    assert rows[0]["error"].startswith("attention against float64 is off by ")
 
 
 def test_a_failed_profile_is_no_time_either(small, tmp_path):

@@ -39,6 +39,7 @@ class Slice(Protocol):
     def graph(self, ops: Ops, concurrency: int) -> Graph: ...
     def bytes(self, concurrency: int) -> dict[str, int]: ...
     def experts_hit(self, concurrency: int) -> list[int]: ...
+    def reset(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def climb(
                 )
                 if isinstance(found, str):
                     row["error"] = found
+            if "error" in row:
+                # a broken rung may have written NaN into the caches that the next ones read
+                _guarded(slice.reset)
             rows[_key(case)] = row
             say(row)
             save(ordered())
