@@ -207,6 +207,20 @@ def test_findings_name_what_to_attack_next(tmp_path, document):
     assert not (tmp_path / "none.md").exists()
 
 
+def test_findings_compare_steps_of_one_concurrency(tmp_path, document):
+    path, file = write(tmp_path, document), tmp_path / "PROFILE_FINDINGS.md"
+    # a run at another concurrency kept the rows of the one before, traces and all
+    document["profiled_concurrency"] = 1
+    alone = next(r for r in document["rows"] if (r["rung"], r["concurrency"]) == ("2", 1))
+    alone["trace"] = "ladder-tp8-rung-2-c1.json.gz"
+    kineto(tmp_path / alone["trace"], schedule([(name, MS) for name in KERNELS], steps=4, jitter=0), bs=1)
+    write_findings(document, path.parent, file)
+    text = file.read_text()
+    assert "the ladder on tp8, C = 1, commit abc" in text
+    assert "rung-2-c1" in text
+    assert "-c32" not in text
+
+
 def test_pictures_show_the_rows(tmp_path, document, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepdecode.ladder.table import profiled
 from deepdecode.trace import Profile, load, profile
 from deepdecode.trace.advise import Advice, advise
 from deepdecode.trace.compare import Comparison, compare
@@ -36,7 +37,8 @@ def write_findings(document: dict[str, Any], folder: Path, file: Path) -> Doc | 
     Returns:
         What moved from rung to rung, which the entry begins with.
     """
-    rows = [row for row in document["rows"] if "trace" in row and (folder / row["trace"]).is_file()]
+    # rows that were kept from an earlier run may be of another concurrency
+    rows = [row for row in profiled(document) if "trace" in row and (folder / row["trace"]).is_file()]
     if not rows:
         return None
     profiles = [profile(load(folder / row["trace"])) for row in rows]
