@@ -120,6 +120,15 @@ def draw(logits, temperature, top_p, seeds, positions):
     return sample_kernel.launch(logits, temperature, top_p, seeds, positions, ARCH)
 
 
+@pytest.mark.parametrize("temperature", [float("inf"), float("nan"), 1e-30])
+def test_a_temperature_out_of_range_ends_and_gives_a_token(temperature, device):
+    logits = torch.randn(2, 100, device=device)
+    logits[0, 3:] = float("-inf")
+    rows = torch.arange(2, device=device)
+    found = sample_kernel.launch(logits, torch.full((2,), temperature, device=device), rows * 0 + 0.5, rows, rows, ARCH)
+    assert all(0 <= token < limit for token, limit in zip(found.tolist(), (3, 100), strict=True))
+
+
 def rows(values, T, device, dtype=torch.float64):
     return torch.full((T,), values, dtype=dtype, device=device)
 

@@ -38,8 +38,9 @@ def _finalise(z):
 
 @triton.jit
 def _weights(logits, peak, unit):
-    """exp((logits - peak) / temperature): 1 at the peak, whatever the temperature; 0 for -inf and NaN."""
-    below = logits < peak
+    """exp((logits - peak) / temperature): 1 at the peak, whatever the temperature; 0 for -inf and NaN. Never NaN."""
+    # -inf times 0, of an infinite temperature, would be NaN
+    below = (logits < peak) & (logits > float("-inf"))
     return tl.where(below, tl.exp(tl.where(below, logits - peak, 0.0) * unit), tl.where(logits == peak, 1.0, 0.0))
 
 
@@ -76,11 +77,13 @@ def sample_kernel(
     token = 0x7FFFFFFF - (tl.max(key, 0) & 0xFFFFFFFF).to(tl.int32)
     token = tl.minimum(token, V - 1)
     temperature = tl.load(temperature_ptr + t).to(tl.float64)
-    if temperature != 0:
+    # a NaN counts as 0: with weights of NaN the search for the nucleus would not end
+    if (temperature > 0) | (temperature < 0):
         lane = tl.arange(0, BLOCK)
         top = tl.max(best, 0)
         peak = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        unit = (1.0 / temperature).to(tl.float32)
+        # finite, for the same reason
+        unit = tl.minimum(1.0 / temperature, 3e38).to(tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         for first in range(0, V, BLOCK):
             i = first + lane
