@@ -26,6 +26,7 @@ from deepdecode.kernels.attention_sm90_rows import (
     find,
     grid_wait,
     launch_dependents,
+    living,
     load,
     part_unit,
     sink_factor,
@@ -129,7 +130,9 @@ def narrow_kernel(
     head = gl.program_id(0) * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, HEADS))
     channel = gl.arange(0, 512, layout=gl.SliceLayout(0, HEADS))
     q = gl.load(q_ptr + (t * H + head[:, None]) * 512 + channel[None, :], mask=(head < H)[:, None], other=0.0)
-    raw = load(loading, finding, index, key, CODES, ROPE)
+    index, live = living(finding, index, key)
+    raw = load(loading, index, live, key >= window_keys, CODES, ROPE)
+    # checked where it is used, so that nothing waits for it before
     index = find(finding, key + N)
     q = q.to(gl.float32)
     q_factor, q_unit = unit_of_q(gl.max(gl.max(gl.where(gl.abs(q) < float("inf"), gl.abs(q), 0.0), 1), 0))
@@ -150,7 +153,8 @@ def narrow_kernel(
         words, up, exponent, down = widened(raw, N, CODES)
         tile.store(words)
         # the next rows are on their way while this tile is multiplied
-        raw = load(loading, finding, index, key, CODES, ROPE)
+        index, live = living(finding, index, key)
+        raw = load(loading, index, live, key >= window_keys, CODES, ROPE)
         index = find(finding, key + N)
         fence_async_shared()
         zero = gl.zeros([N, BLOCK_H], gl.float32, layout=MMA)

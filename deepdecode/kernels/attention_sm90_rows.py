@@ -129,14 +129,19 @@ def find(args, key):
 
 
 @gluon.jit
-def load(args, finding, index, key, CODES: gl.constexpr, ROPE: gl.constexpr):
-    """The words of one row of each key: seven groups of codes, the rope values, the scales, and whether it is live."""
-    window, extra, window_stride, extra_stride, window_shift, extra_shift = args
-    _, _, window_len, extra_len, window_keys, _, window_rows, extra_rows = finding
+def living(args, index, key):
+    """The index of each key, 0 for a dead one, and whether it is live: int32 and bool [N]."""
+    _, _, window_len, extra_len, window_keys, _, window_rows, extra_rows = args
     is_extra = key >= window_keys
     live = (gl.where(is_extra, key - window_keys, key) < gl.where(is_extra, extra_len, window_len)) & (index >= 0)
     live = live & (index < gl.where(is_extra, extra_rows, window_rows))
-    index = gl.where(live, index, 0)
+    return gl.where(live, index, 0), live
+
+
+@gluon.jit
+def load(args, index, live, is_extra, CODES: gl.constexpr, ROPE: gl.constexpr):
+    """The words of one row of each key: seven groups of codes, the rope values, the scales, and whether it is live."""
+    window, extra, window_stride, extra_stride, window_shift, extra_shift = args
     shift = gl.where(is_extra, extra_shift, window_shift)
     page = index >> shift
     place = index - (page << shift)
