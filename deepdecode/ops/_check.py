@@ -77,9 +77,14 @@ def fall_back(op: str, shape: str, reason: str) -> None:
         log.warning(line)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide_type(dtype: torch.dtype) -> torch.dtype:
     """The float type a reference computes in: float32 for 16-bit inputs, float32 and float64 as they are."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in that type: a copy if that is another. For the type alone ask `wide_type`, which launches nothing."""
+    return tensor.to(wide_type(tensor.dtype))
 
 
 # what activations may be: bfloat16 in the product, the wider two in tests and on the CPU

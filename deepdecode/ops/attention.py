@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel, wide
+from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel, wide, wide_type
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -205,7 +205,7 @@ def _sparse_attn(
     else:
         expect(f"{op}: out", out, q.shape, q.dtype, q.device)
     scale = 1 / math.sqrt(D) if scale is None else scale
-    lse = wide(q).new_empty(T, H) if return_lse else None
+    lse = q.new_empty(T, H, dtype=wide_type(q.dtype)) if return_lse else None
     if T:
         extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
         # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB

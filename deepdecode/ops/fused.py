@@ -10,7 +10,7 @@ import torch
 
 from deepdecode.config import ModelConfig
 from deepdecode.ops import launches, reference
-from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel, wide
+from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel, wide_type
 from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.linear import grouped_linear, linear
 from deepdecode.ops.table import (
@@ -119,7 +119,7 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     if weights.rest is not None:
         d, index = config.head_dim * (2 if ratio == 4 else 1), 2 * config.index_head_dim
         sizes = [d, d, index, index, config.index_heads] if ratio == 4 else [d, d]
-        parts = list(_product("attn_in", x, weights.rest, wide(x).dtype).split(sizes, dim=-1))
+        parts = list(_product("attn_in", x, weights.rest, wide_type(x.dtype)).split(sizes, dim=-1))
     return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)))
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepdecode.ops._check import FLOATS, describe, fall_back, kernel_runs, readable, use_kernel, wide
+from deepdecode.ops._check import FLOATS, describe, fall_back, kernel_runs, readable, use_kernel, wide_type
 from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
 
 # weights widened at a time: 4 MB of float32, so that neither the cache nor the memory has to hold a whole layer's
@@ -94,7 +94,7 @@ def _product(op: str, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor |
             kernel_runs[op] += 1
             return out
         fall_back(op, f"x {list(x.shape)}, weight {list(weight.shape)} {weight.kind}", reason)
-    inner = torch.promote_types(wide(x).dtype, data.dtype if weight.kind == "plain" else torch.float32)
+    inner = torch.promote_types(wide_type(x.dtype), data.dtype if weight.kind == "plain" else torch.float32)
     ref = grouped_linear_ref(x.to(inner), weight) if x.shape[1] > 1 else linear_ref(x[:, 0].to(inner), weight)[:, None]
     return out.copy_(ref)
 
@@ -116,4 +116,4 @@ def _prepare(op: str, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | 
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if out_dtype not in FLOATS:
         raise ValueError(f"{op}: out_dtype must be bfloat16, float32 or float64, got {out_dtype}")
-    return torch.promote_types(wide(x).dtype, weight.data.dtype if weight.kind == "plain" else torch.float32), out_dtype
+    return torch.promote_types(wide_type(x.dtype), weight.data.dtype if weight.kind == "plain" else torch.float32), out_dtype

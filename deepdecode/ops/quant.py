@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from deepdecode.ops._check import FLOATS, describe, wide
+from deepdecode.ops._check import FLOATS, describe, wide, wide_type
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -267,7 +267,7 @@ def per_token_cast(x: torch.Tensor, group: int = BLOCK) -> tuple[torch.Tensor, t
 def fake_quant_fp8(x: torch.Tensor, group: int = BLOCK) -> torch.Tensor:
     """What x is after `per_token_cast` and back, in x's dtype; exact in bfloat16."""
     codes, scale = per_token_cast(x, group)
-    inner = wide(x).dtype
+    inner = wide_type(x.dtype)
     values = e4m3_decode(codes, inner).unflatten(-1, (-1, group)) * e8m0_decode(scale, inner).unsqueeze(-1)
     return values.flatten(-2).to(x.dtype)
 
@@ -278,7 +278,7 @@ def fake_quant_fp4(x: torch.Tensor) -> torch.Tensor:
     The scale is the least power of two >= max(amax, 6 * 2**-126) / 6; a group with a NaN or an infinity gives NaN.
     """
     _expect_groups("fake_quant_fp4", x, FP4_GROUP)
-    inner = wide(x).dtype
+    inner = wide_type(x.dtype)
     codes, scale = _cast_fp4(wide(x), FP4_FLOOR)
     return dequantize(Weight(codes.view(-1, codes.shape[-1]), scale.view(-1, scale.shape[-1])), inner).view(x.shape).to(x.dtype)
 

@@ -6,7 +6,7 @@ This is what runs off the GPU, and what every fused kernel is compared with.
 import torch
 
 from deepdecode.config import ModelConfig
-from deepdecode.ops._check import wide
+from deepdecode.ops._check import wide_type
 from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.gate import gate
@@ -75,7 +75,7 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     parts = [d, d]
     if ratio == 4:
         parts += [2 * config.index_head_dim] * 2 + [config.index_heads]
-    rest = linear(x, weights.rest, out_dtype=wide(x).dtype).split(parts, dim=-1)
+    rest = linear(x, weights.rest, out_dtype=wide_type(x.dtype)).split(parts, dim=-1)
     return AttnInputs(q_latent.contiguous(), kv.contiguous(), *(r.contiguous() for r in rest), *[None] * (5 - len(parts)))
 
 
@@ -186,7 +186,7 @@ def head(
         streams = mhc_post(y, streams, post, comb)
     hc = weights.hc
     x = mhc_head(streams, hc.fn, hc.base, hc.scale, norm_eps=config.norm_eps, hc_eps=config.hc_eps)
-    return linear(rms_norm(x, weights.norm, config.norm_eps), weights.head, out_dtype=wide(x).dtype)
+    return linear(rms_norm(x, weights.norm, config.norm_eps), weights.head, out_dtype=wide_type(x.dtype))
 
 
 REFERENCE = Ops(
