@@ -1,0 +1,179 @@
+"""Entries of two tables on the same inputs: whether a fused entry differs by rounding, whatever the step makes of that later.
+
+A step run freely cannot tell: a router's near tie tips on one rounding, another expert answers, and from there on the two
+steps see different inputs. Here every entry is handed what the other table's step hands it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from deepdecode.ops.indexer import index_topk_ref
+from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.rows import PagedRows, read_rows
+from deepdecode.ops.table import AttnInputs, AttnReady, CompressorState, LayerCache, Ops, Step
+from deepdecode.testing.numeric import rel_err
+
+Tensor = torch.Tensor
+ENTRIES = tuple(field.name for field in fields(Ops))
+# parts that are choices: their error is the share of what one chose and the other did not
+CHOICES = ("ids", "entries")
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One part of what one call gave: how far `table` is from `other`.
+
+    call: how often the entry had been called before. error: relative; of a choice, the share chosen otherwise.
+    """
+
+    entry: str
+    call: int
+    part: str
+    table: str
+    other: str
+    error: float
+
+
+def compared(
+    drive: Ops, others: Mapping[str, Ops], wanted: Callable[[str, int], bool], *, name: str = "drive"
+) -> tuple[Ops, list[Apart]]:
+    """The table `drive`, whose entries first run on every other table too, and the list that its steps fill.
+
+    Args:
+        drive: what the step goes on with.
+        others: other tables by name, each handed the inputs that drive's entry gets. What they write into caches, drive's
+            own entry writes again.
+        wanted: of entry and call, whether to compare; a comparison with `FLOAT64` takes time.
+        name: what the list calls drive.
+
+    Differences of every pair of tables are listed, later tables against earlier ones, drive last.
+    """
+    found: list[Apart] = []
+
+    def wrap(entry: str) -> Callable[..., Any]:
+        calls = 0
+
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            call, calls = calls, calls + 1
+            mine = getattr(drive, entry)
+            if not wanted(entry, call):
+                return mine(*args, **options)
+            tables = {other: getattr(ops, entry) for other, ops in others.items()} | {name: mine}
+            given: Any = None
+            parts: dict[str, dict[str, Tensor]] = {}
+            for table, function in tables.items():
+                given = function(*args, **options)
+                parts[table] = {part: value.clone() for part, value in _parts(entry, given, args).items()}
+            names = list(tables)
+            for i, table in enumerate(names):
+                for other in names[:i]:
+                    for part, value in parts[table].items():
+                        error = _apart(part, value, parts[other][part])
+                        found.append(Apart(entry, call, part, table, other, error))
+            return given
+
+        return run
+
+    return Ops(**{entry: wrap(entry) for entry in ENTRIES}), found
+
+
+def _apart(part: str, value: Tensor, other: Tensor) -> float:
+    if part not in CHOICES:
+        return rel_err(value, other)
+    alone = total = 0
+    for mine, theirs in zip(value.tolist(), other.tolist(), strict=True):
+        chosen = {x for x in theirs if x >= 0}
+        alone += len(chosen - set(mine))
+        total += len(chosen)
+    return alone / max(1, total)
+
+
+def _parts(entry: str, given: Any, args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """What an entry gave and wrote, as tensors that another table's can be compared with."""
+    if entry == "mhc_boundary":
+        return dict(zip(("streams", "x", "post", "comb"), given, strict=True))
+    if entry == "attn_in":
+        return {name: value for name, value in vars(given).items() if value is not None}
+    if entry == "q_proj":
+        return {"q": given[0]} | ({} if given[1] is None else {"index_q": given[1]})
+    if entry == "attn_prepare":
+        _, _, _, _, cache, step, _, _, ratio = args
+        return _prepared(given, cache, step, ratio)
+    if entry == "index_topk":
+        indices, lens = given
+        return {"entries": torch.where(torch.arange(indices.shape[1], device=lens.device) < lens[:, None], indices, -1)}
+    if entry == "route":
+        ids, weights = given
+        size = args[2].gate.shape[0]
+        return {"ids": ids, "weights": weights.new_zeros(len(ids), size).scatter_(1, ids.long(), weights)}
+    if entry == "sparse_attn":
+        return {"o": given[0] if isinstance(given, tuple) else given}
+    return {{"embed": "streams", "attn_out": "y", "moe": "y", "head": "logits", "sample": "tokens"}[entry]: given}
+
+
+def _prepared(ready: AttnReady, cache: LayerCache, step: Step, ratio: int) -> dict[str, Tensor]:
+    """q, the indexer's query with its scale, and every row of the caches that this step wrote."""
+    parts = {"q": ready.q, "window row": _written(cache.window, step.window_write)}
+    if ready.index_q is not None and ready.index_weights is not None:
+        # the query's FP8 scale is folded into the weights
+        parts["scaled index_q"] = ready.index_q.float() * ready.index_weights.unsqueeze(-1)
+    rows: tuple[tuple[str, PagedRows | None], ...] = (("compressed row", cache.compressed), ("index row", cache.index_keys))
+    for name, kept in rows:
+        if kept is not None:
+            parts[name] = _written(kept, step.entry_write[ratio])
+    states: tuple[tuple[str, CompressorState | None], ...] = (("state", cache.state), ("index state", cache.index_state))
+    for name, state in states:
+        if state is not None:
+            at = (step.slots.clamp(min=0).long(), step.positions.long() % state.kv.shape[1])
+            parts[name] = torch.cat([state.kv[at], state.score[at]], dim=1)
+    return parts
+
+
+def _written(rows: PagedRows, at: Tensor) -> Tensor:
+    # a row that no token completes reads as zeros
+    return read_rows(rows, at)
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _float64() -> Ops:
+    """The reference table in float64 on whatever it is handed; weights are widened as they are stored."""
+    from deepdecode.ops.attention import sparse_attn_ref
+    from deepdecode.ops.moe import moe_ref
+
+    def plain(entry: str) -> Callable[..., Any]:
+        function = getattr(REFERENCE, entry)
+
+        def run(*args: Any, **options: Any) -> Any:
+            return function(*(_wide(arg) for arg in args), **options)
+
+        return run
+
+    def attn_prepare(q: Tensor, index_q: Any, inputs: AttnInputs, *args: Any) -> AttnReady:
+        # the compressors' rings are float32, and so is what they are fed
+        return REFERENCE.attn_prepare(q.double(), _wide(index_q), replace(inputs, kv=inputs.kv.double()), *args)
+
+    def index_topk(index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: Step, topk: int) -> tuple[Tensor, Tensor]:
+        query = index_q.float().double()
+        visible = step.entry_lens[4]
+        return index_topk_ref(query, index_weights.double(), keys, step.block_tables, step.slots, visible, topk)
+
+    def sparse_attn(q: Tensor, *args: Any, sink: Tensor, scale: float) -> Tensor:
+        return sparse_attn_ref(q.double(), *args, sink=sink.double(), scale=scale)[0]
+
+    def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: Any, config: Any) -> Tensor:
+        return moe_ref(x.double(), ids, expert_weights.double(), weights, config.swiglu_limit)
+
+    special = {"attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
+    # what only looks up or draws has no precision of its own
+    same = {"embed": REFERENCE.embed, "sample": REFERENCE.sample}
+    return Ops(**{entry: special.get(entry) or same.get(entry) or plain(entry) for entry in ENTRIES})
+
+
+FLOAT64 = _float64()
