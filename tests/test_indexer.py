@@ -337,11 +337,26 @@ def test_rejects_bad_arguments(changes, message):
         index_topk(**args | changes)
 
 
+def test_entries_by_number():
+    """The same entries under their numbers in the sequence: through the table they are the physical rows."""
+    keys, (q, w) = cache(5, 16, "f32"), query(3, 4)
+    table = ints(3, 0, 4, 2).view(1, 4)
+    args = (q, w, keys, table, ints(0, 0, 1), ints(64, 20, 64), 24)
+    rows, lengths = index_topk(*args)
+    numbers, number_lengths = index_topk(*args, logical=True)
+    assert number_lengths.tolist() == lengths.tolist() == [24, 20, 0]
+    assert numbers[0].tolist() == sorted(numbers[0].tolist()) and numbers[1, :20].tolist() == list(range(20))
+    through = torch.where(numbers >= 0, table[0, numbers // 16] * 16 + numbers % 16, -1)
+    assert through.tolist() == rows.tolist() != numbers.tolist()
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own deprecations
 def test_is_an_op_that_torch_can_trace():
     keys, zeros, lens = cache(3, 16, "fp8_132"), ints(0, 0), ints(48, 30)
     (q, w), table = query(2, 4), ints(2, 0, 1)[None]
-    torch.library.opcheck(torch.ops.deepdecode.index_topk.default, (q, w, keys.data, 16, "fp8_132", table, zeros, lens, 11))
+    torch.library.opcheck(
+        torch.ops.deepdecode.index_topk.default, (q, w, keys.data, 16, "fp8_132", table, zeros, lens, 11, False)
+    )
 
     def step(q):
         indices, lengths = index_topk(q * 2, w, keys, table, zeros, lens, 11)

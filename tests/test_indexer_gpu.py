@@ -49,6 +49,13 @@ def test_corners(name, form):
     check(CORNERS[name], **FORMS[form])
 
 
+@pytest.mark.parametrize("name", sorted(CORNERS))
+def test_entries_by_number(name):
+    inputs = CORNERS[name]
+    for got, want in zip(index_topk(*inputs.args(), logical=True), index_topk_ref(*inputs.wide(), logical=True), strict=True):
+        assert torch.equal(got, want)
+
+
 # one pass, groups of 8, 16 and 32; all heads that a rank may have; every page size; few and many values
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def test_interpreted_matches_reference(fmt, name, group):
     check(inputs, config(inputs, group))
 
 
+@pytest.mark.parametrize("name", ["holes, wild slots and lengths", "fewer entries than topk", "no page"])
+def test_entries_by_number(name):
+    inputs = corners("fp8_132")[name]
+    indices, lengths = kernel.launch(*inputs.args(), config(inputs), logical=True)
+    want, want_lengths = index_topk_ref(*inputs.wide(), logical=True)
+    assert lengths.tolist() == want_lengths.tolist() and indices.tolist() == want.tolist()
+
+
 @pytest.mark.parametrize(
     ("group", "coarse", "block_n"), [(0, 1, 64), (8, 1, 64), (16, 1, 16), (32, 1, 32), (8, 2, 16), (8, 4, 64)]
 )

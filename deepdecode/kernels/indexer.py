@@ -274,9 +274,10 @@ def indexer_topk_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    LOGICAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The topk best entries of one token, in their order, as physical rows."""
+    """The topk best entries of one token, in their order, as physical rows or by their numbers."""
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t)
     length = tl.minimum(tl.load(lens_ptr + t), table_pages * PAGE)
@@ -328,8 +329,11 @@ def indexer_topk_kernel(
         else:
             at, rank_at = entry, rank
         chosen, place, count = _places(rank_at, bar, spare, count)
-        page = tl.load(table_ptr + at // PAGE, mask=chosen, other=0)
-        tl.store(indices_ptr + place, page * PAGE + at % PAGE, mask=chosen)
+        name = at
+        if not LOGICAL:
+            page = tl.load(table_ptr + at // PAGE, mask=chosen, other=0)
+            name = page * PAGE + at % PAGE
+        tl.store(indices_ptr + place, name, mask=chosen)
     found = (count >> 16) + tl.minimum(count & 0xFFFF, spare)
     for start in range(0, topk, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -355,6 +359,7 @@ def choose(
     slots: torch.Tensor,
     lens: torch.Tensor,
     topk: int,
+    logical: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
     """What `index_topk` gives; or the reason why no kernel can, having done nothing. T > 0."""
     args = (index_q, index_weights, keys, block_tables, slots, lens, topk)
@@ -364,7 +369,7 @@ def choose(
         return reason
     # Triton launches on the current device
     with torch.cuda.device(index_q.device):
-        return launch(*args, plan(case, card))
+        return launch(*args, plan(case, card), logical)
 
 
 def launch(
@@ -376,6 +381,7 @@ def launch(
     lens: torch.Tensor,
     topk: int,
     config: Config,
+    logical: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate and launch; `deepdecode.ops.indexer` has checked the arguments, and T > 0 and the table is not empty."""
     T, heads, _ = index_q.shape
@@ -387,7 +393,7 @@ def launch(
     for begin in range(0, T, step):
         part = slice(begin, begin + step)
         score(index_q[part], index_weights[part], keys, block_tables, slots[part], lens[part], topk, workspace, config)
-        select(keys, block_tables, slots[part], lens[part], topk, workspace, indices[part], found[part], config)
+        select(keys, block_tables, slots[part], lens[part], topk, workspace, indices[part], found[part], config, logical)
     return indices, found
 
 
@@ -468,6 +474,7 @@ def select(
     indices: torch.Tensor,
     found: torch.Tensor,
     config: Config,
+    logical: bool = False,
 ) -> None:
     """Fill indices and found from what `score` left in the workspace."""
     rows, pages = block_tables.shape
@@ -497,6 +504,7 @@ def select(
         BLOCK_N=block_n,
         BLOCK_K=min(1024, triton.next_power_of_2(topk)),
         CHUNK=config.select_chunk,
+        LOGICAL=logical,
         PDL=config.pdl,
         num_warps=config.select_warps,
         **({"launch_pdl": True} if config.pdl else {}),
@@ -528,6 +536,8 @@ def compile_args(
         score |= {"FP8": case.fmt == "fp8_132", "WIDEN": config.widen, "ALIGN": config.align, "STAGES": config.num_stages}
         score["PADDED"] = block_h != case.heads
     select = {"COARSE": config.coarse, "BLOCK_C": block_c, "BLOCK_G": block_g, "BLOCK_N": block_n, "CHUNK": config.select_chunk}
+    # the other form stores the numbers as they are and loads no page
+    select["LOGICAL"] = False
     select["BLOCK_K"] = min(1024, triton.next_power_of_2(case.topk))
 
     def only(kernel: triton.JITFunction) -> dict[str, str]:

@@ -28,6 +28,7 @@ def index_topk_ref(
     slots: Tensor,
     lens: Tensor,
     topk: int,
+    logical: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Indices [T, topk] and lengths [T] of `index_topk`, in float64 for a float64 query, else float32."""
     T, device = len(index_q), index_q.device
@@ -61,7 +62,8 @@ def index_topk_ref(
         # each chosen entry's place among the chosen; the others go to a column that is cut off
         place = torch.where(chosen, chosen.cumsum(dim=1) - 1, topk)
         packed = torch.full((len(place), topk + 1), -1, dtype=torch.int32, device=device)
-        indices[part] = packed.scatter_(1, place, rows.expand_as(place))[:, :topk]
+        names = entry.int()[None] if logical else rows
+        indices[part] = packed.scatter_(1, place, names.expand_as(place))[:, :topk]
         found[part] = chosen.sum(dim=1)
     return indices, found
 
@@ -74,6 +76,8 @@ def index_topk(
     slots: Tensor,
     lens: Tensor,
     topk: int,
+    *,
+    logical: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's topk best entries among those visible to it.
 
@@ -86,6 +90,7 @@ def index_topk(
         slots: int32 [T], each token's row of the table; one outside the table sees nothing.
         lens: int32 [T], entries visible to the token, clamped to what the table row can hold.
         topk: >= 1.
+        logical: name an entry by its number n in the sequence, not by its physical row.
 
     Returns:
         indices int32 [T, topk], physical rows (of `keys`, and of every cache with the same pages), ascending in entry order,
@@ -113,7 +118,7 @@ def index_topk(
     # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB
     plain = type(index_q) is Tensor and readable(index_q) and not torch.compiler.is_compiling()
     choose = _index_topk if plain else _index_topk_op
-    return choose(index_q, index_weights, keys.data, keys.page_size, keys.fmt, block_tables, slots, lens, topk)
+    return choose(index_q, index_weights, keys.data, keys.page_size, keys.fmt, block_tables, slots, lens, topk, logical)
 
 
 def _index_topk(
@@ -126,9 +131,10 @@ def _index_topk(
     slots: Tensor,
     lens: Tensor,
     topk: int,
+    logical: bool,
 ) -> tuple[Tensor, Tensor]:
     """What `index_topk` gives, of arguments that it has checked: the kernel where there is one, else the reference."""
-    args = (index_q, index_weights, PagedRows(keys, page_size, fmt), block_tables, slots, lens, topk)
+    args = (index_q, index_weights, PagedRows(keys, page_size, fmt), block_tables, slots, lens, topk, logical)
     if use_kernel(index_q):
         from deepdecode.kernels import indexer as kernel  # the only import of Triton on this path
 
@@ -145,7 +151,7 @@ _index_topk_op = torch.library.custom_op("deepdecode::index_topk", _index_topk, 
 
 
 @_index_topk_op.register_fake
-def _(index_q, index_weights, keys, page_size, fmt, block_tables, slots, lens, topk):
+def _(index_q, index_weights, keys, page_size, fmt, block_tables, slots, lens, topk, logical):
     return lens.new_empty(len(index_q), topk), lens.new_empty(len(index_q))
 
 
