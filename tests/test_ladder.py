@@ -11,9 +11,11 @@ from small_traces import kineto, schedule
 
 from deepdecode.ladder.campaign import Plan, climb, known, rungs_told, trace_path
 from deepdecode.ladder.command import Request, run
+from deepdecode.ladder.entries import compared, entry_gates
 from deepdecode.ladder.gates import Gate, LogitsGate, step_gates
 from deepdecode.ladder.instruments import Instruments
 from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.rows import read_rows, write_rows
 from deepdecode.rungs import Rung
 from deepdecode.slices import RankSlice
 
@@ -69,7 +71,7 @@ class Bench:
         """Called first for each rung, so it knows which one is measured."""
         self.rung = next(name for name, table in self.tables.items() if table is ops)
         self.ran.append(self.rung)
-        return Gate("logits against the reference table", 0.01, 0.02, "8 rows")
+        return [Gate("logits against the reference table", 0.01, 0.02, "8 rows")]
 
     def seconds(self, work):
         before = self.steps
@@ -91,6 +93,7 @@ class Replayed:
 
     def __init__(self, bench, graph):
         self.bench, self.graph, self.tokens, self.eager = bench, graph, graph.tokens, graph.eager
+        self.seek = graph.seek
 
     def replay(self):
         self.bench.steps += 1
@@ -162,6 +165,10 @@ def test_a_row_holds_what_was_measured(small, tmp_path):
         "attention against float64",
         "its worst row",
         "chosen entries that float64 does not choose",
+        "scores lost by them",
+        "entries against float64",
+        "rows written against float64",
+        "experts that float64 does not choose",
     ]
     assert 1e-4 < row["rel_err"] < 3e-3
     # the trace of the profiled concurrency alone stays
@@ -251,7 +258,7 @@ def test_a_failed_logits_gate_is_no_time_either(small, tmp_path):
         plan_of(QUICK, levels=(1,)),
         bench,
         bench.instruments(),
-        lambda ops: gate,
+        lambda ops: [gate],
         tmp_path / "l.json",
         save=lambda rows: None,
         say=lambda row: None,
@@ -313,20 +320,20 @@ def test_the_result_file_says_what_it_was(small, tmp_path):
 
 def test_step_gates_look_at_every_kind_of_layer(small):
     graph = small.graph(REFERENCE, 2)
-    tensor, row, others = step_gates(REFERENCE, graph.eager)
+    tensor, row, others, lost = step_gates(REFERENCE, graph.eager)
     # the window alone, with 16 chosen entries of ratio 4, with the ratio-128 entries padded to 64
     assert tensor.note == "2 tokens, 1 heads, 128, 144, 192 keys"
     assert others.note.startswith("2 tokens, top 16 of ")
     assert tensor.passed
     assert row.passed
-    assert others.error == 0
+    assert others.error == lost.error == 0
 
     def one_row(*args, **options):
         out = REFERENCE.sparse_attn(*args, **options)
         out[1, 0] *= 1.02
         return out
 
-    tensor, row, _ = step_gates(replace(REFERENCE, sparse_attn=one_row), graph.eager)
+    tensor, row, *_ = step_gates(replace(REFERENCE, sparse_attn=one_row), graph.eager)
     assert row.error == pytest.approx(0.02, rel=0.1)
     assert not row.passed
     with pytest.raises(ValueError, match="step gates: the step must call sparse_attn, got no call"):
@@ -348,9 +355,12 @@ def test_step_gates_count_wrongly_chosen_entries(small):
         indices[1, :3] = -1
         return indices, lens
 
-    others = step_gates(replace(REFERENCE, index_topk=three_others), graph.eager)[2]
+    others, lost = step_gates(replace(REFERENCE, index_topk=three_others), graph.eager)[2:]
     assert others.error == 3 / 32
     assert not others.passed
+    # three of the 16 best of one token
+    assert 0.05 < lost.error < 0.4
+    assert not lost.passed
 
     def the_worst(index_q, weights, *rest):
         return REFERENCE.index_topk(index_q, -weights, *rest)
@@ -358,16 +368,127 @@ def test_step_gates_count_wrongly_chosen_entries(small):
     assert step_gates(replace(REFERENCE, index_topk=the_worst), graph.eager)[2].error > 0.5
 
 
+def test_another_entry_next_to_the_bar_costs_nothing(small):
+    """An entry as good as the last one chosen counts as another, and loses no score."""
+    graph = small.graph(REFERENCE, 2)
+
+    def twins(index_q, weights, keys, step, topk):
+        # every key the same: whichever are chosen score alike
+        rows = torch.arange(keys.num_rows)
+        kept = read_rows(keys, rows)
+        write_rows(keys, rows, kept[:1].expand_as(kept))
+        indices, lens = REFERENCE.index_topk(index_q, weights, keys, step, topk)
+        later = step.block_tables[step.slots.long(), 0] * keys.page_size + int(step.entry_lens[4].min()) - 1
+        indices[:, 0] = later
+        return indices, lens
+
+    others, lost = step_gates(replace(REFERENCE, index_topk=twins), graph.eager)[2:]
+    small.reset()
+    assert others.error > 0.02
+    assert lost.error < 1e-12
+
+
+LATER = 127
+
+
+def entry_gates_of(small, ops):
+    graph = small.graph(REFERENCE, 2)
+    graph.seek(LATER)
+    found = {gate.name: gate for gate in entry_gates(ops, graph.eager)}
+    small.reset()
+    return found
+
+
+def test_entry_gates_pass_the_reference(small):
+    gates = entry_gates_of(small, REFERENCE)
+    assert all(gate.passed for gate in gates.values())
+    # rounding to bfloat16 shows: the comparison is with float64
+    assert 1e-3 < gates["entries against float64"].error < 4e-3
+    assert 1e-3 < gates["rows written against float64"].error < 3e-2
+    assert gates["experts that float64 does not choose"].error == 0
+
+
+def a_bit_more(entry, part=None, by=1.02):
+    """An entry that gives one of its results 2 % too large."""
+
+    def run(*args, **options):
+        given = getattr(REFERENCE, entry)(*args, **options)
+        if part is None:
+            return given * by
+        if isinstance(given, tuple):
+            return tuple(value * by if i == part else value for i, value in enumerate(given))
+        return replace(given, **{part: getattr(given, part) * by})
+
+    return replace(REFERENCE, **{entry: run})
+
+
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [
+        ("embed", None), ("mhc_boundary", 0), ("mhc_boundary", 1), ("mhc_boundary", 2), ("mhc_boundary", 3),
+        ("attn_in", "q_latent"), ("attn_in", "kv"), ("q_proj", 0), ("attn_prepare", "q"), ("sparse_attn", None),
+        ("attn_out", None), ("route", 1), ("moe", None), ("head", None),
+    ],
+)  # fmt: skip
+def test_entry_gates_name_the_entry_that_is_off(small, entry, part):
+    gate = entry_gates_of(small, a_bit_more(entry, part))["entries against float64"]
+    assert gate.error == pytest.approx(0.02, rel=0.25)
+    assert not gate.passed
+    assert gate.note.endswith(f" of {entry}")
+
+
+def test_entry_gates_see_what_is_written(small):
+    def loud(q, index_q, inputs, *rest):
+        return REFERENCE.attn_prepare(
+            q, index_q, replace(inputs, comp_gate=None if inputs.comp_gate is None else -inputs.comp_gate), *rest
+        )
+
+    gates = entry_gates_of(small, replace(REFERENCE, attn_prepare=loud))
+    assert gates["rows written against float64"].error > 0.1
+    assert "compressed row of attn_prepare" in gates["rows written against float64"].note
+
+
+def test_entry_gates_count_other_experts(small):
+    def next_one(x, tokens, weights, config):
+        ids, share = REFERENCE.route(x, tokens, weights, config)
+        ids[0, 0] = next(i for i in range(len(weights.gate)) if i not in ids[0].tolist())
+        return ids, share
+
+    gate = entry_gates_of(small, replace(REFERENCE, route=next_one))["experts that float64 does not choose"]
+    assert gate.error == 1 / (2 * SMALL.experts_per_token)
+    assert not gate.passed
+
+
+def test_a_table_is_compared_on_another_s_inputs(small):
+    """An entry that is off moves no later entry's inputs: only its own results are apart."""
+    graph = small.graph(REFERENCE, 2)
+    table, found = compared(REFERENCE, {"off": a_bit_more("moe")}, lambda entry, args: True)
+    graph.seek(LATER)
+    graph.eager()
+    want = graph.logits.clone()
+    graph.seek(LATER)
+    graph.eager(table)
+    assert torch.equal(graph.logits, want)
+    apart = {(one.entry, one.part): one.error for one in found if one.error}
+    assert list(apart) == [("moe", "y")]
+    assert apart["moe", "y"] == pytest.approx(0.02, rel=0.1)
+    assert len([one for one in found if one.entry == "moe"]) == SMALL.num_layers
+
+
 def test_logits_gate_knows_the_reference_from_a_broken_one(gate):
-    good = gate(REFERENCE)
+    good, divergence, others = gate(REFERENCE)
     assert good.passed
     assert good.error == pytest.approx(good.bound / 2)
     assert 1e-3 < good.bound < 0.1
+    assert divergence.error == pytest.approx(divergence.bound / 4)
+    # of two distributions a small step e apart in logits of this spread, some e**2 / 2
+    assert 1e-6 < divergence.error < 1e-3
+    assert others.error == 0
 
     def window_only(q, window, indices, lens, *rest, **options):
         return REFERENCE.sparse_attn(q, window, indices, lens, **options)
 
-    assert not gate(replace(REFERENCE, sparse_attn=window_only)).passed
+    assert [one.passed for one in gate(replace(REFERENCE, sparse_attn=window_only))][:2] == [False, False]
     broken = gate(replace(REFERENCE, moe=lambda *args: REFERENCE.moe(*args) * float("nan")))
-    assert broken.error == float("inf")
-    assert not broken.passed
+    assert [one.error for one in broken[:2]] == [float("inf")] * 2
+    assert not any(one.passed for one in broken)

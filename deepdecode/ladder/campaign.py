@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
+from deepdecode.ladder.entries import entry_gates
 from deepdecode.ladder.gates import Gate, step_gates
 from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
 from deepdecode.ladder.results import finite
 from deepdecode.ladder.slim import Slimming
 from deepdecode.ops.table import Ops
 from deepdecode.rungs import RUNGS, Rung
+from deepdecode.slices import POSITIONS
 from deepdecode.trace import Profile
 
 # what makes two rows one measurement; the commit joins them when a run goes on where another stopped
@@ -31,6 +33,7 @@ class Graph(Protocol):
     def launches(self) -> int | None: ...
     def replay(self) -> Any: ...
     def eager(self, ops: Ops | None = None) -> Any: ...
+    def seek(self, step: int) -> None: ...
 
 
 class Slice(Protocol):
@@ -105,7 +108,7 @@ def climb(
     plan: Plan,
     slice: Slice,
     instruments: Instruments,
-    logits_gate: Callable[[Ops], Gate],
+    logits_gate: Callable[[Ops], Sequence[Gate]],
     path: Path,
     *,
     done: Sequence[dict[str, Any]] = (),
@@ -132,7 +135,7 @@ def climb(
         return sorted(rows.values(), key=lambda row: (names.index(row["rung"]), row["concurrency"]))
 
     bandwidth = None
-    logits: dict[str, Gate | str] = {}
+    logits: dict[str, Sequence[Gate] | str] = {}
     slimming = Slimming()
     try:
         for rung, concurrency, case in plan.cells():
@@ -144,13 +147,15 @@ def climb(
             row["copy_bandwidth_tb_s"] = round(bandwidth, 3)
             if rung.name not in logits:
                 logits[rung.name] = _guarded(lambda rung=rung: logits_gate(rung.ops))
-            gate = logits[rung.name]
-            if isinstance(gate, str):
-                row["error"] = f"logits gate: {gate}"
+            logits_gates = logits[rung.name]
+            if isinstance(logits_gates, str):
+                row["error"] = f"logits gate: {logits_gates}"
             else:
-                row["gates"] = [gate.told()]
+                row["gates"] = [gate.told() for gate in logits_gates]
                 found = _guarded(
-                    lambda args=(plan, rung.ops, gate, concurrency, slice, instruments, path, row, slimming): _measure(*args)
+                    lambda args=(plan, rung.ops, logits_gates, concurrency, slice, instruments, path, row, slimming): _measure(
+                        *args
+                    )
                 )
                 if isinstance(found, str):
                     row["error"] = found
@@ -193,7 +198,7 @@ def _free() -> None:
 def _measure(
     plan: Plan,
     ops: Ops,
-    logits: Gate,
+    logits: Sequence[Gate],
     concurrency: int,
     slice: Slice,
     instruments: Instruments,
@@ -204,9 +209,13 @@ def _measure(
     """Fill the row. A step that fails a gate gets no time."""
     graph = slice.graph(ops, concurrency)
     gates = step_gates(ops, graph.eager)
+    # there every compressor completes an entry
+    graph.seek(POSITIONS - 1)
+    gates += entry_gates(ops, graph.eager)
+    graph.seek(0)
     row["gates"] += [gate.told() for gate in gates]
     row |= {"rel_err": finite(gates[0].error), "worst_row_err": finite(gates[1].error)}
-    failed = [gate for gate in (logits, *gates) if not gate.passed]
+    failed = [gate for gate in (*logits, *gates) if not gate.passed]
     if failed:
         row["error"] = f"{failed[0].name} is off by {failed[0].error:.2e}, the bound is {failed[0].bound:.2e}"
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepdecode.ladder.gates import Gate
 from deepdecode.ops.indexer import index_topk_ref
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.rows import PagedRows, read_rows
@@ -20,6 +21,11 @@ Tensor = torch.Tensor
 ENTRIES = tuple(field.name for field in fields(Ops))
 # parts that are choices: their error is the share of what one chose and the other did not
 CHOICES = ("ids", "entries")
+# What is stored in FP8: a rounding before it moves few values by a whole step of 2**-4 to 2**-3.
+FP8_PARTS = ("window row", "compressed row", "index row", "scaled index_q")
+# Of bfloat16 results: three roundings to 1.7e-3 each, as the mirrors of engine code have on their way, and room. Of FP8 rows,
+# twice what the reference table in bfloat16 is off. Of experts: sums in float32 tip ties only, of which a token has few.
+MAX_ENTRY_ERR, MAX_ROW_ERR, MAX_OTHERS = 8e-3, 4e-2, 5e-3
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Apart:
 
 
 def compared(
-    drive: Ops, others: Mapping[str, Ops], wanted: Callable[[str, int], bool], *, name: str = "drive"
+    drive: Ops, others: Mapping[str, Ops], wanted: Callable[[str, tuple[Any, ...]], bool], *, name: str = "drive"
 ) -> tuple[Ops, list[Apart]]:
     """The table `drive`, whose entries first run on every other table too, and the list that its steps fill.
 
@@ -46,7 +52,7 @@ def compared(
         drive: what the step goes on with.
         others: other tables by name, each handed the inputs that drive's entry gets. What they write into caches, drive's
             own entry writes again.
-        wanted: of entry and call, whether to compare; a comparison with `FLOAT64` takes time.
+        wanted: of an entry and the arguments of one call, whether to compare; a comparison with `FLOAT64` takes time.
         name: what the list calls drive.
 
     Differences of every pair of tables are listed, later tables against earlier ones, drive last.
@@ -60,7 +66,7 @@ def compared(
             nonlocal calls
             call, calls = calls, calls + 1
             mine = getattr(drive, entry)
-            if not wanted(entry, call):
+            if not wanted(entry, args):
                 return mine(*args, **options)
             tables = {other: getattr(ops, entry) for other, ops in others.items()} | {name: mine}
             given: Any = None
@@ -79,6 +85,63 @@ def compared(
         return run
 
     return Ops(**{entry: wrap(entry) for entry in ENTRIES}), found
+
+
+def first_of_kind() -> Callable[[str, tuple[Any, ...]], bool]:
+    """Says yes to the first call of every kind: layers of one kind launch the same kernels on the same shapes."""
+    seen: set[tuple[Any, ...]] = set()
+
+    def wanted(entry: str, args: tuple[Any, ...]) -> bool:
+        key = (entry, *_kind(entry, args))
+        if key in seen:
+            return False
+        seen.add(key)
+        return True
+
+    return wanted
+
+
+def _kind(entry: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What makes two calls of an entry differ in more than their values."""
+    if entry == "mhc_boundary":
+        return (args[0] is None,)
+    if entry in ("attn_in", "attn_prepare"):
+        # the layer's ratio
+        return (args[-1],)
+    if entry == "q_proj":
+        return tuple(args[1].q_b.shape)
+    if entry == "sparse_attn":
+        return (args[2].shape[1], None if len(args) < 6 or args[5] is None else args[5].shape[1])
+    if entry in ("route", "moe"):
+        # by score or by token
+        return (args[{"route": 2, "moe": 3}[entry]].tid2eid is None,)
+    return ()
+
+
+def entry_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
+    """A step of the rung, each kind of entry beside float64 on the very inputs that the step hands it.
+
+    Args:
+        ops: the rung's table.
+        run: runs one step on the table it is given, eagerly; best one in which every compressor completes an entry.
+    """
+    first = first_of_kind()
+    # a draw is a choice between neighbours; the entries chosen have a gate of their own
+    table, found = compared(
+        ops, {"float64": FLOAT64}, lambda entry, args: entry not in ("sample", "index_topk") and first(entry, args)
+    )
+    run(table)
+    gates = []
+    for title, bound, parts in (
+        ("entries against float64", MAX_ENTRY_ERR, None),
+        ("rows written against float64", MAX_ROW_ERR, FP8_PARTS),
+        ("experts that float64 does not choose", MAX_OTHERS, ("ids",)),
+    ):
+        mine = [one for one in found if (one.part in parts if parts else one.part not in (*FP8_PARTS, *CHOICES))]
+        worst = max(mine, key=lambda one: float("inf") if one.error != one.error else one.error, default=None)
+        if worst is not None:
+            gates.append(Gate(title, worst.error, bound, f"{len(mine)} results, the worst {worst.part} of {worst.entry}"))
+    return gates
 
 
 def _apart(part: str, value: Tensor, other: Tensor) -> float:
@@ -173,7 +236,8 @@ def _float64() -> Ops:
     special = {"attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
     # what only looks up or draws has no precision of its own
     same = {"embed": REFERENCE.embed, "sample": REFERENCE.sample}
-    return Ops(**{entry: special.get(entry) or same.get(entry) or plain(entry) for entry in ENTRIES})
+    table: dict[str, Any] = {entry: special.get(entry) or same.get(entry) or plain(entry) for entry in ENTRIES}
+    return Ops(**table)
 
 
 FLOAT64 = _float64()

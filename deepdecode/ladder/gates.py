@@ -12,9 +12,9 @@ from deepdecode.kvcache import KVCache
 from deepdecode.ladder.results import finite
 from deepdecode.model import ModelWeights
 from deepdecode.ops.attention import sparse_attn_ref
-from deepdecode.ops.indexer import index_topk_ref
+from deepdecode.ops.indexer import index_logits_ref, index_topk_ref
 from deepdecode.ops.reference import REFERENCE
-from deepdecode.ops.rows import PagedRows
+from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import Ops, Step
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, worst_row_err
@@ -27,10 +27,14 @@ MAX_ERR, MAX_ROW_ERR = 5e-3, 1e-2
 # Entries that a token chooses and float64 does not, over all it chooses: sums in float32 may tip those next to the bar, and a
 # single token chooses 512.
 MAX_OTHERS = 5e-3
+# and what of the scores' sum that may cost: an entry next to the bar is worth as much as the one that float64 has instead
+MAX_LOST = 1e-4
 # the float64 reference holds every gathered row, so a large batch is checked on its first tokens
 CHECKED_TOKENS = 16
 # A rounded score can tip a router or a choice of entries, which moves one row far; it does not happen to many.
 ROWS_WITHIN, TIMES_REFERENCE = 7 / 8, 2.0
+# between logits; where the reference's two best are nearer, either may win
+CLEAR = 0.1
 # beside, across and behind the borders of window (128), ratio-4 and ratio-128 entries
 PROMPTS, DECODE_STEPS = (125, 70, 259), 8
 
@@ -106,7 +110,7 @@ def step_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
 
     Returns:
         Attention over the tensor and in the worst (token, head) row, each the worst over layers of different key counts; then,
-        where a layer has an indexer, the entries that its first one chose.
+        where a layer has an indexer, the entries that its first one chose, by number and by what they score.
     """
     table, found = capturing(ops)
     chosen: list[tuple[Any, ...]] = []
@@ -128,24 +132,36 @@ def step_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
         Gate("attention against float64", max(tensor for tensor, _ in errors), MAX_ERR, note),
         Gate("its worst row", max(row for _, row in errors), MAX_ROW_ERR, note),
     ]
-    return gates + [_selection(*call) for call in chosen]
+    return gates + [gate for call in chosen for gate in _selection(*call)]
 
 
 def _selection(
     index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: Step, topk: int, indices: Tensor, lens: Tensor
-) -> Gate:
+) -> list[Gate]:
     n = CHECKED_TOKENS
     query, weights = index_q[:n].float().double(), index_weights[:n].double()
     visible = step.entry_lens[4][:n]
     want, want_lens = index_topk_ref(query, weights, keys, step.block_tables, step.slots[:n], visible, topk)
     others = total = 0
-    for mine, count, theirs, size in zip(
-        indices[:n].tolist(), lens[:n].tolist(), want.tolist(), want_lens.tolist(), strict=True
+    lost = 0.0
+    for row, (mine, count, theirs, size) in enumerate(
+        zip(indices[:n].tolist(), lens[:n].tolist(), want.tolist(), want_lens.tolist(), strict=True)
     ):
-        others += size - len(set(mine[:count]) & set(theirs[:size]))
+        chosen, right = set(mine[:count]), set(theirs[:size])
+        others += len(right - chosen)
         total += size
+        # sorted: the same sums whichever order the sets have
+        scores = [
+            index_logits_ref(query[row : row + 1], weights[row : row + 1], read_rows(keys, places).double())
+            for places in (index_q.new_tensor(sorted(some), dtype=torch.int64) for some in (chosen, right))
+        ]
+        best = float(scores[1].sum())
+        lost = max(lost, (best - float(scores[0].sum())) / max(float(scores[1].abs().sum()), 1e-30))
     note = f"{len(index_q)} tokens, top {topk} of {int(visible.max())}"
-    return Gate("chosen entries that float64 does not choose", others / max(1, total), MAX_OTHERS, note)
+    return [
+        Gate("chosen entries that float64 does not choose", others / max(1, total), MAX_OTHERS, note),
+        Gate("scores lost by them", lost, MAX_LOST, note),
+    ]
 
 
 def _errors(one: Captured) -> tuple[float, float]:
@@ -153,10 +169,20 @@ def _errors(one: Captured) -> tuple[float, float]:
     return rel_err(one.out, want), worst_row_err(one.out, want)
 
 
+@dataclass(frozen=True)
+class Logits:
+    """How far rows of logits are from the truth; others: rows whose best token is another, unclear ones counted apart."""
+
+    error: float
+    divergence: float
+    others: float
+    unclear: int
+
+
 class LogitsGate:
     """Logits of the embedded tiny model: a rung against the reference table in float32, all from the same caches.
 
-    The bound is what the reference table itself loses in bfloat16. Made once for all rungs.
+    The bounds are what the reference table itself loses in bfloat16. Made once for all rungs.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -187,28 +213,50 @@ class LogitsGate:
         return self._decode(replace(self.weights, embed=self.weights.embed.float()), REFERENCE)
 
     @cached_property
-    def bound(self) -> float:
-        """TIMES_REFERENCE times what the reference table itself is off in bfloat16."""
-        return TIMES_REFERENCE * self._error(self._decode(self.weights, REFERENCE))
+    def own(self) -> "Logits":
+        """What the reference table itself is off in bfloat16."""
+        return self._compare(self._decode(self.weights, REFERENCE))
 
     def prepare(self) -> None:
         """Do what does not depend on a rung, on one thread: products of this size wait for threads more than they gain."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            assert self.bound > 0
+            assert self.own.error > 0
         finally:
             torch.set_num_threads(threads)
 
-    def __call__(self, ops: Ops) -> Gate:
+    def __call__(self, ops: Ops) -> list[Gate]:
+        """By norm, by Kullback-Leibler divergence, by the best token."""
         self.prepare()
-        got = self._decode(self.moved, ops).to(self.truth.device)
-        note = f"{len(got)} rows of the tiny model; the error that {ROWS_WITHIN:.1%} of them keep"
-        return Gate("logits against the reference table", self._error(got), self.bound, note)
+        got, own = self._compare(self._decode(self.moved, ops).to(self.truth.device)), self.own
+        note = f"{len(self.truth)} rows of the tiny model"
+        kept = f"{note}; what {ROWS_WITHIN:.1%} of them keep"
+        return [
+            Gate("logits against the reference table", got.error, TIMES_REFERENCE * own.error, kept),
+            # a divergence grows with the square
+            Gate("their divergence in nats", got.divergence, TIMES_REFERENCE**2 * own.divergence, kept),
+            Gate(
+                "best tokens that the reference has not",
+                got.others,
+                1 - ROWS_WITHIN,
+                f"{note} whose two best are {CLEAR} apart; {got.unclear} more among the others",
+            ),
+        ]
 
-    def _error(self, logits: Tensor) -> float:
-        errors = sorted(rel_err(a, b) for a, b in zip(logits, self.truth, strict=True))
-        return errors[int(ROWS_WITHIN * (len(errors) - 1))]
+    def _compare(self, logits: Tensor) -> "Logits":
+        want = self.truth
+        place = int(ROWS_WITHIN * (len(want) - 1))
+        errors = sorted(rel_err(a, b) for a, b in zip(logits, want, strict=True))
+        a, b = want.double().log_softmax(-1), logits.double().log_softmax(-1)
+        # NaN is the largest
+        divergences = (a.exp() * (a - b)).sum(-1).nan_to_num(nan=float("inf")).sort().values
+        best = want.topk(2, dim=-1).values
+        clear = best[:, 0] - best[:, 1] >= CLEAR
+        other = logits.argmax(-1) != want.argmax(-1)
+        return Logits(
+            errors[place], float(divergences[place]), float((other & clear).sum() / len(want)), int((other & ~clear).sum())
+        )
 
     @torch.inference_mode()
     def step(self, ops: Ops) -> Tensor:
