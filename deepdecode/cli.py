@@ -195,13 +195,22 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _env_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--paths", action="store_true", help="show paths and free-form values, which may name a user or a machine")
+    p.add_argument(
+        "--engine", nargs="?", const="all", metavar="NAME",
+        help="also what our plug-in would do in sglang, vllm or transformers as installed here (default: in all of them)",
+    )  # fmt: skip
+    p.add_argument("--checkpoint", type=Path, metavar="DIR", help="--engine: for this model (default: DeepSeek-V4-Flash)")
+    p.add_argument("--tp", type=int, default=8, metavar="N", help="--engine: tensor parallelism (default %(default)s)")
     p.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def _env(args: argparse.Namespace) -> int:
+    from deepdecode.config import read_config
+    from deepdecode.engines import engine_names
     from deepdecode.env import env_text, read_env
 
-    found = read_env(paths=args.paths)
+    model = read_config(args.checkpoint) if args.checkpoint else None
+    found = read_env(paths=args.paths, engines=engine_names(args.engine), model=model, tp=args.tp)
     print(json.dumps(found, indent=1) if args.json else env_text(found))
     return 0
 
@@ -312,6 +321,7 @@ COMMANDS = {
         "versions, GPUs, which kernels cover them and what that rests on; safe to paste: no paths, users or host names",
         """  deepdecode env
   deepdecode env --json
+  deepdecode env --engine sglang --checkpoint ~/models/DeepSeek-V4-Flash --tp 4
   deepdecode env --paths""",
         _env_arguments,
         _env,

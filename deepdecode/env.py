@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 
 from deepdecode import __version__, support
 from deepdecode.cards import CARDS, Card
+from deepdecode.config import ModelConfig
+from deepdecode.engines import engines_text, model_sizes, read_engines
 from deepdecode.kernels.attention_plan import Case, plan, supports
 
 SCHEMA = 1
@@ -32,6 +34,7 @@ VARIABLES = (
     "DEEPDECODE_LOG",
     "DEEPDECODE_PEERS",
     "DEEPDECODE_REFERENCE",
+    "DEEPDECODE_SGLANG",
     "DEEPDECODE_STRICT",
     "DEEPDECODE_TRACEBACK",
 )
@@ -55,12 +58,21 @@ TOOL_SECONDS, TORCH_SECONDS = 10, 120
 V4_CASE = Case(T=1, H=8, window_keys=128, extra_keys=512)
 
 
-def read_env(*, paths: bool = False) -> dict[str, Any]:
+def read_env(
+    *, paths: bool = False, engines: tuple[str, ...] = (), model: ModelConfig | None = None, tp: int = 8
+) -> dict[str, Any]:
     """What `deepdecode env --json` prints.
 
     Args:
         paths: show paths and free-form values too.
+        engines: also what our plug-ins would do in these, for this model (V4-Flash by default) at this tensor parallelism.
+
+    Raises:
+        ValueError: tp does not divide the model's heads.
     """
+    model = model or ModelConfig()
+    if tp < 1 or model.num_heads % tp:
+        raise ValueError(f"env: --tp must divide the model's {model.num_heads} heads, got {tp}")
     clean = str if paths else hidden
     torch_said = _torch()
     driver, listed = _nvidia_smi()
@@ -84,9 +96,21 @@ def read_env(*, paths: bool = False) -> dict[str, Any]:
         "support": {op: _matrix(op) for op in support.evidence()["ops"]},
         "variables": dict(_variables(paths)),
     }
+    if engines:
+        cards = [_card(gpu) for gpu in seen]
+        told = read_engines(engines, cards, model, tp, _gluon())
+        # the text of a changed engine's source may be in it
+        found["engines"] = json.loads(json.dumps(told), object_hook=lambda o: {k: _clean(v, clean) for k, v in o.items()})
+        found["model"] = model_sizes(model, tp)
     if paths:
         found["paths"] = {"python": sys.executable, "deepdecode": str(Path(__file__).parent)}
     return found
+
+
+def _clean(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, list):
+        return [_clean(one, clean) for one in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 def hidden(text: str) -> str:
@@ -211,15 +235,19 @@ def _tool(command: list[str]) -> str | None:
 
 def _coverage(op: str, gpu: dict[str, Any], unable: str | None) -> str:
     """What runs for an op on the GPU: the kernel with its evidence, or the reference with the reason."""
-    # the kernels of sm_90 are written in Gluon, which Triton has from 3.6 on
-    digits = re.match(r"(\d+)\.(\d+)", _version("triton") or "")
-    case = replace(V4_CASE, gluon=digits is not None and (int(digits[1]), int(digits[2])) >= (3, 6))
+    case = replace(V4_CASE, gluon=_gluon())
     reason = unable or supports(case, _card(gpu))
     if not reason and os.environ.get("DEEPDECODE_REFERENCE") == "1":
         reason = "DEEPDECODE_REFERENCE=1"
     if reason:
         return f"reference: {reason}"
     return f"kernel {plan(case, _card(gpu)).kernel} ({_status_words(support.status(op, gpu['arch']))})"
+
+
+def _gluon() -> bool:
+    """The kernels of sm_90 are written in Gluon, which Triton has from 3.6 on."""
+    digits = re.match(r"(\d+)\.(\d+)", _version("triton") or "")
+    return digits is not None and (int(digits[1]), int(digits[2])) >= (3, 6)
 
 
 def _card(gpu: dict[str, Any]) -> Card:
@@ -266,6 +294,8 @@ def env_text(found: dict[str, Any]) -> str:
         lines += [f"  {'sm_' + str(row['arch']):<7} {', '.join(row['cards']):<26} {_status_words(row)}" for row in rows]
     if found["variables"]:
         lines += ["", "variables", *(f"  {name}={value}" for name, value in found["variables"].items())]
+    if "engines" in found:
+        lines += ["", engines_text(found["engines"], found["model"])]
     if "paths" in found:
         lines += ["", "paths", *(f"  {name:<11} {path}" for name, path in found["paths"].items())]
     return "\n".join(lines)

@@ -12,8 +12,9 @@ import torch
 
 from deepdecode.cards import find_card
 from deepdecode.ops.attention import sparse_attn_ref
-from deepdecode.plugins import sglang as plugin
-from deepdecode.plugins.sources import Calls, Function, Value, problems
+from deepdecode.plugins import sglang_ops as ops
+from deepdecode.plugins.guard import Guard
+from deepdecode.plugins.sources import Calls, Function, Statement, Value, folder, problems
 from deepdecode.testing.inputs import attention_inputs
 from deepdecode.testing.numeric import rel_err
 
@@ -23,8 +24,8 @@ BF16 = 3e-3
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(plugin, "_failed", None)
-    monkeypatch.setattr(plugin, "_said", set())
+    for name, guard in ops.GUARDS.items():
+        monkeypatch.setitem(ops.GUARDS, name, Guard("SGLang", guard.what))
 
 
 def original(**kwargs):
@@ -58,7 +59,7 @@ def as_sglang(inputs, **changes):
 @pytest.mark.parametrize("H", [8, 64])
 def test_pages_are_read_as_they_lie(extra_keys, window_page, extra_page, H):
     inputs = attention_inputs(2, H, 128, extra_keys, window_page=window_page, extra_page=extra_page, full=False, holes=True)
-    out, lse = plugin.flash_mla(original, **as_sglang(inputs))
+    out, lse = ops.attention_sm120(original, **as_sglang(inputs))
     want, want_lse = sparse_attn_ref(inputs.q.double(), *inputs.args()[1:], sink=inputs.sink.double(), scale=inputs.scale)
     assert out.shape == (2, 1, H, 512) and rel_err(out[:, 0], want) < BF16
     torch.testing.assert_close(lse, want_lse.float().unsqueeze(2), rtol=1e-5, atol=1e-5)
@@ -67,7 +68,7 @@ def test_pages_are_read_as_they_lie(extra_keys, window_page, extra_page, H):
 def test_without_lengths_every_lane_counts():
     inputs = attention_inputs(2, 8, 128, 64)
     call = as_sglang(inputs, topk_length=None, extra_topk_length=None, softmax_scale=None)
-    out, _ = plugin.flash_mla(original, **call)
+    out, _ = ops.attention_sm120(original, **call)
     want, _ = sparse_attn_ref(inputs.q.double(), *inputs.args()[1:], sink=inputs.sink.double(), scale=512**-0.5)
     assert rel_err(out[:, 0], want) < BF16
 
@@ -88,18 +89,18 @@ def test_without_lengths_every_lane_counts():
 def test_what_is_not_covered_is_left_to_the_engine(change, line, caplog):
     call = as_sglang(attention_inputs(2, 8, 128, 0))
     for _ in range(2):
-        assert plugin.flash_mla(original, **(call | change(call))) == "SGLang's own"
+        assert ops.attention_sm120(original, **(call | change(call))) == "SGLang's own"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert re.search(line, record.getMessage())
-    assert isinstance(plugin.flash_mla(original, **call), tuple), "the next call that is covered is ours"
+    assert isinstance(ops.attention_sm120(original, **call), tuple), "the next call that is covered is ours"
 
 
 def test_a_card_without_a_kernel_is_left_to_the_engine():
     inputs = attention_inputs(1, 8, 128, 0)
-    plugin._expect_kernel(inputs.args(), inputs.sink, find_card("sm_120"))
+    ops.expect_kernel(inputs.args(), inputs.sink, find_card("sm_120"))
     with pytest.raises(ValueError, match="no kernel of ours: sm_75 has no bfloat16 tensor cores"):
-        plugin._expect_kernel(inputs.args(), inputs.sink, replace(find_card("sm_120"), arch=75))
+        ops.expect_kernel(inputs.args(), inputs.sink, replace(find_card("sm_120"), arch=75))
 
 
 def test_memory_that_runs_short_is_tried_again(monkeypatch, caplog):
@@ -109,9 +110,9 @@ def test_memory_that_runs_short_is_tried_again(monkeypatch, caplog):
     call = as_sglang(attention_inputs(1, 8, 128, 0))
     with monkeypatch.context() as patch:
         patch.setattr("deepdecode.ops.attention.sparse_attn_decode", short)
-        assert plugin.flash_mla(original, **call) == "SGLang's own"
+        assert ops.attention_sm120(original, **call) == "SGLang's own"
     assert "OutOfMemoryError: x" in caplog.text
-    assert isinstance(plugin.flash_mla(original, **call), tuple)
+    assert isinstance(ops.attention_sm120(original, **call), tuple)
 
 
 def test_the_entry_point_is_light():
@@ -120,9 +121,10 @@ def test_the_entry_point_is_light():
     env = os.environ | {"SGLANG_SM120_MMA_FLASHMLA": "1"}
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert not {"torch", "triton", "numpy", "sglang"} & set(process.stdout.split())
-    if plugin.folder("sglang") is None:
+    if folder("sglang") is None:
         (line,) = process.stderr.splitlines()
-        assert line.endswith("sparse attention is off: SGLang is not installed")
+        assert "off: attention, flashmla: it is not installed; " in line
+        assert "off: indexer: DEEPDECODE_SGLANG=indexer switches it on" in line
 
 
 # the check of an engine's source
@@ -151,6 +153,9 @@ HOLDS = (
     Function("m.py", "Layout.page", ("self", "rows", "*", "pad")),
     Function("m.py", "attend", ("first", "*args", "**kwargs"), frozenset({"q", "lens"})),
     Calls("m.py", "attend", frozenset({"q", "lens"})),
+    Calls("m.py", "shape", frozenset({"x"}), 1),
+    Statement("m.py", "caller", "module.attend(q=1, lens=3)"),
+    Statement("m.py", "Layout.page", "return rows"),
 )
 
 
@@ -178,7 +183,10 @@ def test_a_source_as_expected_has_no_problem(package):
         ),
         (Calls("m.py", "attend", frozenset({"q"})), "attend must be called with q, got lens, q"),
         (Calls("m.py", "shape", frozenset({"x"})), "shape must be called with x, got x and 1 by position"),
+        (Calls("m.py", "shape", frozenset({"x"}), 2), "shape must be called with x and 2 by position, got x and 1 by position"),
         (Calls("m.py", "page", frozenset({"rows"})), "page must be called, got no call"),
+        (Statement("m.py", "caller", "shape(1, x=3)"), "caller must say `shape(1, x=3)`, got no such statement"),
+        (Statement("m.py", "Layout", "x"), "Layout must be a function, got none"),
         (Value("gone.py", "WIDTH", "448"), "must be there and readable, got none"),
     ],
 )

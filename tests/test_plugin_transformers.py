@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import deepdecode.plugins.transformers as plugin
+from deepdecode.plugins.sources import digest
 from deepdecode.testing.numeric import same_bits
 
 # float32 end to end, two implementations that sum in another order; the logits are of size 1
@@ -466,12 +467,12 @@ def test_what_an_operator_is_told(model, caplog):
 def test_digest_sees_code_and_nothing_else():
     written = 'def f(x, y=1):\n    """Says."""\n    return x + y\n'
     same = "def f(x: int, y: int = 1) -> int:\n    # why\n    return (x\n            + y)\n"
-    digests = [plugin.digest(ast.parse(text), "f") for text in (written, same)]
+    digests = [digest(ast.parse(text), "f") for text in (written, same)]
     assert digests[0] == digests[1]
     for other in ("x - y", "y + x", "x + 1"):
-        assert plugin.digest(ast.parse(written.replace("x + y", other)), "f") != digests[0]
-    assert plugin.digest(ast.parse(written), "C.f") == ""
-    assert plugin.digest(ast.parse(written.replace("y=1", "y=2")), "f") != digests[0]
+        assert digest(ast.parse(written.replace("x + y", other)), "f") != digests[0]
+    assert digest(ast.parse(written), "C.f") == ""
+    assert digest(ast.parse(written.replace("y=1", "y=2")), "f") != digests[0]
 
 
 def test_import_is_light():

@@ -1,14 +1,17 @@
 """What a plug-in expects of an engine's source, held against the source that is installed. Nothing of the engine is imported.
 
-A table is a tuple of `Function`, `Calls` and `Value`; `problems` gives one sentence for each entry that the source breaks.
+A table is a tuple of `Function`, `Code`, `Calls`, `Statement` and `Value`; `problems` gives a sentence for each entry that
+does not hold.
 """
 
 import ast
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,12 @@ class Function:
 
 @dataclass(frozen=True)
 class Calls:
-    """Every call of `name` in the file, one at least, passes exactly these keywords and no other argument."""
+    """Every call of `name` in the file, one at least, passes exactly these keywords, and so many arguments by position."""
 
     file: str
     name: str
     passes: frozenset[str]
+    positions: int = 0
 
     def problem(self, tree: ast.Module) -> str | None:
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _callee(node.func) == self.name]
@@ -50,10 +54,26 @@ class Calls:
             return f"{self.name} must be called, got no call"
         for call in calls:
             passes = frozenset(keyword.arg or "**" for keyword in call.keywords)
-            if call.args or passes != self.passes:
-                more = f" and {len(call.args)} by position" if call.args else ""
-                return f"{self.name} must be called with {_listed(self.passes)}, got {_listed(passes)}{more}"
+            if len(call.args) != self.positions or passes != self.passes:
+                want = f"{_listed(self.passes)}{_by_position(self.positions)}"
+                return f"{self.name} must be called with {want}, got {_listed(passes)}{_by_position(len(call.args))}"
         return None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of this text, as Python writes it back, stands somewhere in the function or property."""
+
+    file: str
+    name: str
+    text: str
+
+    def problem(self, tree: ast.Module) -> str | None:
+        function = _find(tree, self.name.split("."))
+        if not isinstance(function, ast.FunctionDef):
+            return f"{self.name} must be a function, got none"
+        said = any(isinstance(node, ast.stmt) and ast.unparse(node) == self.text for node in ast.walk(function))
+        return None if said else f"{self.name} must say `{self.text}`, got no such statement"
 
 
 @dataclass(frozen=True)
@@ -73,7 +93,21 @@ class Value:
         return None
 
 
-Entry = Function | Calls | Value
+@dataclass(frozen=True)
+class Code(Function):
+    """A function with this `digest` of its defaults and body, as in `since`; comments, docstring and layout do not count."""
+
+    digest: str = ""
+    since: str = "the release that was tested"
+
+    def problem(self, tree: ast.Module) -> str | None:
+        changed = super().problem(tree)
+        if changed or digest(tree, self.name) == self.digest:
+            return changed
+        return f"{self.name} must compute what it did in {self.since}, got other code"
+
+
+Entry = Function | Calls | Statement | Value
 
 
 def problems(package: Path, table: Iterable[Entry]) -> list[str]:
@@ -87,6 +121,34 @@ def problems(package: Path, table: Iterable[Entry]) -> list[str]:
         if problem:
             found.append(f"{entry.file}: {problem}")
     return found
+
+
+def digest(tree: ast.Module, name: str) -> str:
+    """What `Code` holds of a function, "Class.method" for a method; the same under every Python. "" if it is not there."""
+    node: Any = tree
+    for part in name.split("."):
+        node = next((found for found in node.body if getattr(found, "name", None) == part), None)
+        if node is None:
+            return ""
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    text = _canonical([node.args.defaults, node.args.kw_defaults, body])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _canonical(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = [
+        f"{key}={_canonical(value)}"
+        for key, value in ast.iter_fields(node)
+        if key not in _NO_MEANING and value not in (None, [])
+    ]
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+_NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
 
 
 def folder(package: str) -> Path | None:
@@ -103,7 +165,7 @@ def version(distribution: str) -> str:
         return "of unknown version"
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -161,6 +223,10 @@ def _keys_read(function: ast.FunctionDef) -> frozenset[str]:
 
 def _callee(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _by_position(count: int) -> str:
+    return f" and {count} by position" if count else ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -9,11 +9,9 @@ so weights may be edited meanwhile. In float32 the logits are the model's to rou
 transformers rounds at every step.
 
 What a call needs and we do not cover (gradients, attention weights, float16, autocast, torch.compile, a captured graph) runs as
-in transformers, and is counted. A transformers whose source differs from the table below stays untouched.
+in transformers, and is counted. A transformers whose source differs from the table in transformers_source.py stays untouched.
 """
 
-import ast
-import hashlib
 import importlib
 import inspect
 import os
@@ -36,72 +34,13 @@ from deepdecode.ops.norm import head_norm, rms_norm
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.rows import PagedRows
 from deepdecode.ops.table import MoeWeights
-from deepdecode.plugins.sources import Function, folder, problems, version
+from deepdecode.plugins.sources import folder, problems, version
+from deepdecode.plugins.transformers_source import EXPECTED, MODULE, SINCE
 
 Tensor = torch.Tensor
-MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
-SINCE = (5, 24)
 FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # width of a shared expert that adds nothing: the kernels take none of width 0
 _NARROW = 16
-FILE = "models/deepseek_v4/modeling_deepseek_v4.py"
-
-
-@dataclass(frozen=True)
-class Code(Function):
-    """A function with this `digest` of its defaults and body; comments, docstring and layout do not count."""
-
-    digest: str = ""
-
-    def problem(self, tree: ast.Module) -> str | None:
-        changed = super().problem(tree)
-        if changed or digest(tree, self.name) == self.digest:
-            return changed
-        return f"{self.name} must compute what it did in transformers {SINCE[0]}.{SINCE[1]}, got other code"
-
-
-def digest(tree: ast.Module, name: str) -> str:
-    """What `Code` holds of a function, "Class.method" for a method; the same under every Python. "" if it is not there."""
-    node: Any = tree
-    for part in name.split("."):
-        node = next((found for found in node.body if getattr(found, "name", None) == part), None)
-        if node is None:
-            return ""
-    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-    text = _canonical([node.args.defaults, node.args.kw_defaults, body])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _canonical(node: Any) -> str:
-    if isinstance(node, list):
-        return f"[{','.join(map(_canonical, node))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    parts = [
-        f"{key}={_canonical(value)}"
-        for key, value in ast.iter_fields(node)
-        if key not in _NO_MEANING and value not in (None, [])
-    ]
-    return f"{type(node).__name__}({','.join(parts)})"
-
-
-_NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
-_ATTENTION = ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "**kwargs")
-_ATTENTION_IN = ("self", "hidden_states", "position_embeddings", "position_ids", "attention_mask", "cache", "**kwargs")
-# what is replaced, and the caller of the attention function
-EXPECTED = (
-    Code(FILE, "eager_attention_forward", _ATTENTION, digest="cf5a0ba9f586c843"),
-    Code(FILE, "DeepseekV4Attention.forward", _ATTENTION_IN, digest="65e9ee29589a58dc"),
-    Code(FILE, "DeepseekV4DecoderLayer.forward", ("self", "hidden_states", "input_ids", "**kwargs"), digest="d34a0c0d77573eb2"),
-    Code(FILE, "DeepseekV4HyperConnection.forward", ("self", "hidden_streams"), digest="ee0f5fee06d628d6"),
-    Code(FILE, "DeepseekV4HyperHead.forward", ("self", "x"), digest="484f19534a67bb20"),
-    Code(
-        FILE, "DeepseekV4Experts.forward", ("self", "hidden_states", "top_k_index", "top_k_weights"), digest="8b8ed631607627d8"
-    ),
-    Code(FILE, "DeepseekV4Experts._apply_gate", ("self", "gate_up"), digest="c63c8413442c34d8"),
-    Code(FILE, "DeepseekV4RMSNorm.forward", ("self", "hidden_states"), digest="198ff285b16db4cc"),
-    Code(FILE, "DeepseekV4UnweightedRMSNorm.forward", ("self", "x"), digest="7999676afb1423b8"),
-)
 
 
 @dataclass(eq=False)
