@@ -1,0 +1,220 @@
+"""Training the embedded model: its forward is the model's, its rounding the checkpoint's, and a run goes on where it was."""
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_checkpoint import PLAIN
+
+from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
+from deepdecode.runner import Runner
+from deepdecode.testing.numeric import same_bits, worst_row_err
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+from ngram import KneserNey
+from training import data
+from training.config import CONFIG
+from training.forward import Model, choose, index_loss
+from training.loop import Recipe, Run, losses
+from training.optim import orthogonal
+from training.weights import from_tensors, initial, nbytes, rounded, specs, to_tensors
+
+# float32, the same products in another order: 1e-6 is seen
+SAME = 5e-6
+# FP8 and FP4 experts as the embedded model has them, in small
+QUANTISED = dataclasses.replace(PLAIN, expert_dtype="fp4", hidden_size=64, q_lora_rank=128, num_experts=4, vocab_size=64)
+
+
+def ids(*shape, vocab=PLAIN.vocab_size, seed=1):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return from_tensors(PLAIN, seeded_tensors(PLAIN, 3, quantized=False, mtp=True))
+
+
+def test_forward_is_the_models(plain, tmp_path):
+    """Every layer kind, both routers, entries dropped at most positions, and a length that is no multiple of anything."""
+    write_checkpoint(tmp_path / "m", PLAIN, seeded_tensors(PLAIN, 3, quantized=False))
+    runner = Runner(load_model(tmp_path / "m"), max_len=333, slots=2, fmt="f32")
+    tokens = ids(2, 333)
+    with torch.no_grad():
+        result = Model(PLAIN)(plain, tokens, topk=PLAIN.index_topk, keep=True)
+    for row in range(2):
+        expected = runner.prefill(runner.cache.acquire(), tokens[row].tolist(), every=True)
+        assert worst_row_err(result.logits[row], expected) < SAME
+    assert set(result.chosen) == {"layers.1", "layers.3"}
+    assert result.chosen["layers.1"][0].sum(dim=1).tolist() == [min((t + 1) // 4, 16) for t in range(333)]
+    # each token is routed to two experts, on the three scored layers and in the MTP block
+    assert {name: float(load.sum()) for name, load in result.loads.items()} == {
+        **{f"layers.{i}.ffn.gate.bias": 2 * 666.0 for i in (1, 2, 3)},
+        "mtp.0.ffn.gate.bias": 2 * 664.0,
+    }
+
+
+def test_every_parameter_is_trained(plain):
+    """The text's loss moves all but the indexer, whose own loss moves it and nothing else."""
+    p = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in plain.items()}
+    tokens = ids(2, 201)
+    result = Model(PLAIN)(p, tokens[:, :-1], topk=PLAIN.index_topk)
+    found = losses(result, tokens)
+    names = [n for n, t in p.items() if t.requires_grad and not n.endswith("gate.bias")]
+    for loss, moves in ((found["told"] + found["draft"], False), (found["kl"], True)):
+        grads = torch.autograd.grad(loss, [p[n] for n in names], retain_graph=True, allow_unused=True)
+        for name, grad in zip(names, grads, strict=True):
+            assert grad is None or grad.isfinite().all(), name
+            moved = grad is not None and bool((grad != 0).any())
+            assert moved == ((".indexer." in name) == moves), name
+
+
+def test_dropping_nothing_is_dense_attention(plain):
+    with torch.no_grad():
+        a, b = (Model(PLAIN)(plain, ids(1, 64), topk=topk, draft=False).logits for topk in (16, None))
+        c, d = (Model(PLAIN)(plain, ids(1, 128), topk=topk, draft=False).logits for topk in (16, None))
+    assert same_bits(a, b)
+    assert same_bits(c[:, :64], d[:, :64]) and not same_bits(c, d)
+
+
+def test_choose_takes_the_lower_of_equals():
+    scores = torch.tensor([[1.0, 3.0, 3.0, 3.0, 9.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    visible = torch.tensor([[True, True, True, True, False], [False, True, True, True, True]])
+    assert choose(scores, visible, 2).tolist() == [[False, True, True, False, False], [False, True, True, False, False]]
+
+
+def test_index_loss_is_the_divergence():
+    """Against the definition, token by token; 0 where the indexer says what the attention does."""
+    B, S, H, N = 2, 7, 3, 5
+    visible = torch.arange(N) < torch.tensor([0, 1, 2, 3, 4, 5, 5])[:, None]
+    scores, logits = torch.randn(B, S, N).double(), torch.randn(B, S, H, 4 + N).double()
+    logits[..., 4:].masked_fill_(~visible[None, :, None], float("-inf"))
+    each = []
+    for b in range(B):
+        for s in range(1, S):
+            n = int(visible[s].sum())
+            p = logits[b, s].softmax(-1)[:, 4 : 4 + n].sum(0)
+            p = p / p.sum()
+            each.append(float((p * (p / scores[b, s, :n].softmax(-1)).log()).sum()))
+    assert index_loss(scores, logits, visible) == pytest.approx(sum(each) / len(each), rel=1e-12)
+    told = logits.softmax(-1)[..., 4:].sum(2).log()
+    assert abs(float(index_loss(told, logits, visible))) < 1e-12
+
+
+def test_rounded_is_what_is_exported(tmp_path):
+    """The forward of the second half of training sees the bits that a checkpoint of it holds, and passes gradients through."""
+    params = initial(QUANTISED, 5)
+    params = {n: t + 0.1 * torch.randn(t.shape) if t.is_floating_point() else t for n, t in params.items()}
+    write_checkpoint(tmp_path / "m", QUANTISED, to_tensors(QUANTISED, params))
+    checkpoint = open_checkpoint(tmp_path / "m")
+    stored = {name: checkpoint.get(name) for name in checkpoint.tensors}
+    stored |= {name: tensor.read() for name, tensor in checkpoint.drafts.items()}
+    read = from_tensors(QUANTISED, ((name, stored[name]) for name in sorted(stored, key=lambda name: name.endswith(".scale"))))
+    for p in params.values():
+        p.requires_grad_(p.is_floating_point())
+    seen = rounded(QUANTISED, params)
+    for name, spec in specs(QUANTISED).items():
+        assert torch.equal(seen[name].detach().double(), read[name].double()), name
+        assert same_bits(seen[name].detach(), params[name].detach()) == (spec.kind in ("f32", "ids")), name
+    name = "layers.1.ffn.experts.w2.weight"
+    seen[name].sum().backward()
+    assert bool((params[name].grad == 1).all())
+    assert sum(tensor.nbytes for tensor in stored.values()) == nbytes(QUANTISED)
+
+
+def test_the_embedded_model_fits():
+    assert nbytes(CONFIG) < 19.6e6
+    assert {0, 4, 128} == set(CONFIG.compress_ratios) and 0 < CONFIG.num_hash_layers < CONFIG.num_layers
+
+
+def test_orthogonal_brings_singular_values_near_one():
+    for shape in ((3, 40, 64), (64, 24)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+
+
+def made_tokens(n=6000, vocab=64):
+    """Text with something to learn: each token mostly follows from the one before."""
+    random = np.random.default_rng(0)
+    stream = [0]
+    for _ in range(n - 1):
+        stream.append((5 * stream[-1] + 3) % vocab if random.random() < 0.9 else int(random.integers(3, vocab)))
+    return data.Tokens(np.array(stream, np.uint16), np.array([0, n // 2]), np.array([n, n]))
+
+
+def test_a_run_learns_and_goes_on_where_it_was(tmp_path):
+    tokens = {"train": made_tokens(), "valid": made_tokens(600)}
+    recipe = Recipe(steps=24, rows=2, length=64, lr=1e-2, warmup=4, dropout=0.05)
+    small = {"hidden_size": 32, "head_dim": 32, "num_heads": 2, "hc_iters": 3, "index_topk": 4}
+    config = dataclasses.replace(QUANTISED, num_layers=2, compress_ratios=(0, 4), **small)
+
+    def run(folder):
+        return Run(tmp_path / folder, config, recipe, tokens, torch.device("cpu"), compiled=False)
+
+    whole = run("whole")
+    rows = []
+    assert whole.go(log_every=1, eval_every=24, say=rows.append)
+    first, last = (sum(row["told"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
+    assert last < 0.8 * first
+    # untrained: 6 bits for one of 64
+    assert whole.best < 5.0 and rows[-1]["valid_bits_per_token"] == whole.best
+    # a cut before each phase begins: indexer, rounding, long sequences
+    for until in (3, 11, 19):
+        assert not run("parts").go(until=until, eval_every=24)
+    parts = run("parts")
+    assert parts.step == 19 and parts.go(eval_every=24)
+    for name, p in whole.params.items():
+        assert same_bits(p.detach(), parts.params[name].detach()), name
+    with pytest.raises(ValueError, match="must hold a run of this recipe"):
+        Run(tmp_path / "parts", config, dataclasses.replace(recipe, lr=1e-3), tokens, torch.device("cpu"), compiled=False)
+
+
+def test_pieces_tell_every_token_once():
+    tokens = made_tokens(1000)
+    cut = data.pieces(tokens, 64)
+    assert all(piece[0] == data.BOS and len(piece) <= 65 for piece in cut)
+    told = np.concatenate([piece[1:] for piece in cut])
+    assert told.tolist() == np.concatenate([ids[1:] for ids in tokens.files()]).tolist()
+
+
+def test_library_files_are_checked(tmp_path):
+    lines = data.MANIFEST.read_text().splitlines()
+    assert len(lines) == len({line.split()[2] for line in lines}) > 600
+    for line in lines:
+        digest, split, path = line.split(" ", 2)
+        assert len(digest) == 64 and split == data.split_of(path) and data.wanted(path), line
+    with pytest.raises(ValueError, match=r"__future__.py must be CPython 3.11.7's, SHA-256 .*, got no such file"):
+        data.read_library(tmp_path)
+    for line in lines:
+        file = tmp_path / line.split(" ", 2)[2]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("pass\n")
+    with pytest.raises(ValueError, match=r"__future__.py must be CPython 3.11.7's, SHA-256 .*, got [0-9a-f]{16}\.\.\."):
+        data.read_library(tmp_path)
+
+
+def test_kneser_ney_is_a_distribution_and_what_the_definition_says():
+    """Probabilities over the vocabulary sum to one behind every kind of context; two bigrams by hand."""
+    files = [np.array([0, *text, 1]) for text in ([5, 6, 5, 7, 5, 6, 8], [5, 6, 9, 5, 6, 8, 8], [6, 5, 7])]
+    model = KneserNey(files, vocab=12, order=3)
+    for context in ([0, 0], [5, 6], [7, 5], [11, 5], [11, 10], [0, 5]):
+        grams = np.array([[*context, token] for token in range(12)], np.int32)
+        assert sum(map(model.probability, grams)) == pytest.approx(1.0, abs=1e-12), context
+    two = KneserNey(files, vocab=12, order=2)
+    # after 5: 6 four times, 7 twice; five bigrams stand once, four twice, one four times, none three times
+    bigrams = [(a, b) for ids in files for a, b in itertools.pairwise(ids)]
+    counts = [bigrams.count(pair) for pair in set(bigrams)]
+    n = [max(counts.count(k), 1) for k in (1, 2, 3, 4)]
+    y = n[0] / (n[0] + 2 * n[1])
+    d = [1 - 2 * y * n[1] / n[0], 2 - 3 * y * n[2] / n[1], 3 - 4 * y * n[3] / n[2]]
+    d = [min(max(v, 0), most) for v, most in zip(d, (1, 2, 3), strict=True)]
+    lower = two.probability(np.array([11, 6], np.int32))
+    left = d[1] + d[2]
+    assert two.probability(np.array([5, 6], np.int32)) == pytest.approx((4 - d[2]) / 6 + left / 6 * lower, rel=1e-12)
+    # never after 5: what is left, by how many tokens 9 follows
+    lower = two.probability(np.array([11, 9], np.int32))
+    assert two.probability(np.array([5, 9], np.int32)) == pytest.approx(left / 6 * lower, rel=1e-12)

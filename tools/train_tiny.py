@@ -1,0 +1,83 @@
+"""Train the embedded model: text, training, export, card.
+
+    python tools/train_tiny.py data OUT [--stdlib DIR]      tokenizer and tokens, from CPython 3.11.7's standard library
+    python tools/train_tiny.py train DATA RUN [options]     train, or go on with a run; --seconds ends a piece
+    python tools/train_tiny.py export DATA RUN MODEL        an official checkpoint: FP8, FP4, tokenizer, card
+    python tools/train_tiny.py curve RUN                    the loss curve as a picture
+
+Resumable: the same command goes on where the last piece ended, bit for bit on a CPU. Everything follows from --seed.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from training import data
+from training.config import CONFIG
+from training.export import curve, export
+from training.loop import Recipe, Run
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = p.add_subparsers(dest="what", required=True)
+    one = what.add_parser("data")
+    one.add_argument("out", type=Path)
+    one.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    one.add_argument("--vocab", type=int, default=CONFIG.vocab_size)
+    one = what.add_parser("train")
+    one.add_argument("data", type=Path)
+    one.add_argument("run", type=Path)
+    one.add_argument("--seconds", type=float, default=float("inf"), help="end this piece after so long")
+    one.add_argument("--until", type=int, help="end this piece at this step")
+    one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    one.add_argument("--eager", action="store_true", help="do not compile the blocks")
+    one.add_argument("--eval-every", type=int, default=250)
+    for field in dataclasses.fields(Recipe):
+        if field.name != "betas":
+            one.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    one = what.add_parser("export")
+    one.add_argument("data", type=Path)
+    one.add_argument("run", type=Path)
+    one.add_argument("model", type=Path)
+    one = what.add_parser("curve")
+    one.add_argument("run", type=Path)
+    args = p.parse_args(argv)
+    if args.what == "data":
+        print(json.dumps(data.prepare(args.stdlib, args.out, args.vocab), indent=1))
+    elif args.what == "train":
+        return train(args)
+    elif args.what == "export":
+        print(json.dumps(export(args.data, args.run, args.model, CONFIG), indent=1))
+    else:
+        print(curve(args.run))
+    return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    """0 once the run is over, 3 when only this piece is."""
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name != "betas"}
+    tokens = {split: data.load_tokens(args.data, split) for split in ("train", "valid")}
+    device = torch.device(args.device)
+    run = Run(args.run, CONFIG, Recipe(**values), tokens, device, compiled=device.type == "cuda" and not args.eager)
+
+    def say(row: dict[str, Any]) -> None:
+        print(
+            " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
+            file=sys.stderr,
+            flush=True,
+        )
+
+    over = run.go(until=args.until, seconds=args.seconds, eval_every=args.eval_every, say=say)
+    if device.type == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB", file=sys.stderr)
+    return 0 if over else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

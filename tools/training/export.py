@@ -1,0 +1,96 @@
+"""From a finished run to a checkpoint in the official format with its card, and the picture of its losses."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepdecode.checkpoint import write_checkpoint
+from deepdecode.config import ModelConfig
+from training.data import VERSION, load_tokens
+from training.loop import Recipe, Run
+from training.weights import to_tensors
+
+
+def export(data: Path, folder: Path, model: Path, config: ModelConfig) -> dict[str, Any]:
+    """Write the best parameters of a run as a checkpoint; what its card says.
+
+    Raises:
+        ValueError: the run has not kept any parameters yet.
+    """
+    state, best = folder / "state.pt", folder / "best.pt"
+    if not (state.is_file() and best.is_file()):
+        raise ValueError(f"export: {folder} must hold a run that was evaluated, got no state.pt and best.pt")
+    recipe = Recipe(**torch.load(state, map_location="cpu", weights_only=True)["recipe"])
+    splits = {split: load_tokens(data, split) for split in ("train", "valid", "test")}
+    run = Run(folder, config, recipe, splits, torch.device("cpu"), compiled=False)
+    run.params = torch.load(best, map_location="cpu", weights_only=True)
+    told = card_figures(run, splits)
+    with tempfile.TemporaryDirectory() as scratch:
+        generation = Path(scratch) / "generation_config.json"
+        words = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids), "do_sample": False}
+        generation.write_text(json.dumps(words, indent=2) + "\n")
+        card = Path(scratch) / "README.md"
+        card.write_text(card_text(config, recipe, told))
+        extra = [data / "tokenizer.json", generation, card]
+        write_checkpoint(model, config, to_tensors(config, run.params), extra_files=extra)
+    return told
+
+
+def card_figures(run: Run, splits: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {"step": run.step, "train_tokens": len(splits["train"].ids)}
+    for split in ("valid", "test"):
+        size = int(splits[split].sizes.sum())
+        for name, packed in (("fp32", False), ("exported", True)):
+            found = run.evaluate(split, length=2 * run.recipe.length, round_weights=packed)
+            told[f"{split}_bits_per_byte_{name}"] = round(found["bits_per_token"] * found["tokens"] / size, 4)
+            told[f"{split}_draft_agrees_{name}"] = round(found["draft_agrees"], 4)
+    return told
+
+
+def card_text(config: ModelConfig, recipe: Recipe, told: dict[str, Any]) -> str:
+    seen = sum(rows * length for rows, length in map(recipe.shape, range(told["step"])))
+    return f"""# deepdecode tiny
+
+A DeepSeek-V4 of {config.num_layers} layers and {config.hidden_size} channels that writes Python, for tests and
+demonstrations of deepdecode. It has every part of V4-Flash: window layers, ratio 4 with an indexer, ratio 128, hash and
+scored routing, four streams, an MTP block.
+
+- Data: CPython {VERSION}'s standard library without its tests, {told["train_tokens"]} tokens to learn from; hashes of all files
+  in `tools/training/stdlib.txt`. Licence: Python Software Foundation License Version 2 (data/tiny/LICENSE-PYTHON.txt).
+- Training: {told["step"]} steps, {seen / 1e6:.0f} million tokens read, `tools/train_tiny.py`, seed {recipe.seed}.
+- Bits per byte on files it never saw (valid, test): {told["valid_bits_per_byte_fp32"]}, {told["test_bits_per_byte_fp32"]} in
+  float32; {told["valid_bits_per_byte_exported"]}, {told["test_bits_per_byte_exported"]} as exported (FP8, FP4, bfloat16).
+- The MTP block's token is the model's own {100 * told["test_draft_agrees_exported"]:.0f} % of the time (test).
+"""
+
+
+def curve(folder: Path) -> Path:
+    """Draw log.jsonl as curve.png beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for name, label, scale in (
+        ("told", "training", 1 / 0.693147),
+        ("draft", "MTP block, training", 1 / 0.693147),
+        ("valid_bits_per_token", "held out", 1.0),
+        ("kl", "indexer's KL", 1 / 0.693147),
+    ):
+        points = [(row["step"], row[name] * scale) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if name.startswith("valid") else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = folder / "curve.png"
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    return path
