@@ -179,21 +179,32 @@ class Logits:
     unclear: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A prompt's step at which another token won; gap: between the reference's two best logits."""
+
+    prompt: int
+    step: int
+    gap: float
+
+
 class LogitsGate:
     """Logits of the embedded tiny model: a rung against the reference table in float32, all from the same caches.
 
     The bounds are what the reference table itself loses in bfloat16. Made once for all rungs.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self, device: torch.device | str = "cpu", *, lengths: Sequence[int] = PROMPTS, steps: int = DECODE_STEPS
+    ) -> None:
+        self.device, self.lengths, self.steps = torch.device(device), tuple(lengths), steps
         generator = torch.Generator().manual_seed(SEED)
 
         def tokens(*shape: int) -> list:
             return torch.randint(4, CONFIG.vocab_size, shape, generator=generator).tolist()
 
-        self.prompts: list[list[int]] = [tokens(n) for n in PROMPTS]
-        self.next: list[list[int]] = tokens(DECODE_STEPS, len(PROMPTS))
+        self.prompts: list[list[int]] = [tokens(n) for n in self.lengths]
+        self.next: list[list[int]] = tokens(steps, len(self.lengths))
 
     @cached_property
     def weights(self) -> ModelWeights:
@@ -261,22 +272,50 @@ class LogitsGate:
     @torch.inference_mode()
     def step(self, ops: Ops) -> Tensor:
         """One decode step of all sequences on a copy of the prefilled caches, on the CPU; logits [sequences, vocab]."""
-        return self._runner(self.weights, ops, self.prefilled.cache).decode(range(len(PROMPTS)), self.next[0], PROMPTS)
+        return self._runner(self.weights, ops, self.prefilled.cache).decode(
+            range(len(self.lengths)), self.next[0], self.lengths
+        )
 
     @torch.inference_mode()
     def _decode(self, weights: ModelWeights, ops: Ops) -> Tensor:
         """float32 [steps * sequences, vocab]: the same tokens, whatever was sampled, on a copy of the prefilled caches."""
         runner = self._runner(weights, ops, self.prefilled.cache)
-        slots = range(len(PROMPTS))
-        steps = [runner.decode(slots, tokens, [length + i for length in PROMPTS]).float() for i, tokens in enumerate(self.next)]
+        slots = range(len(self.lengths))
+        steps = [
+            runner.decode(slots, tokens, [length + i for length in self.lengths]).float() for i, tokens in enumerate(self.next)
+        ]
         return torch.cat(steps)
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Make every next token but the first the one that the reference table in float32 likes best after those before it."""
+        weights = self.moved if self.device.type == "cuda" else self.weights
+        runner = self._runner(replace(weights, embed=weights.embed.float()), REFERENCE, self.prefilled.cache)
+        # references ask the host which experts a token takes
+        runner.graphs = False
+        logits: list[Tensor] = []
+        self.next = self.next[:1]
+        for i in range(self.steps):
+            positions = [length + i for length in self.lengths]
+            logits.append(runner.decode(range(len(positions)), self.next[i], positions).float().cpu())
+            self.next.append(logits[i].argmax(-1).tolist())
+        self.next.pop()
+        self.truth = torch.cat(logits)
+
+    def turns(self, ops: Ops) -> list[Turn]:
+        """Where another token than the reference's is the best, both given the same tokens before it."""
+        logits, want = self._decode(self.moved, ops).cpu(), self.truth
+        best = want.topk(2, dim=-1).values
+        gaps = (best[:, 0] - best[:, 1]).tolist()
+        other = (logits.argmax(-1) != want.argmax(-1)).nonzero().flatten().tolist()
+        return [Turn(row % len(self.lengths), row // len(self.lengths), gaps[row]) for row in other]
 
     def _runner(self, weights: ModelWeights, ops: Ops, cache: KVCache | None) -> Runner:
         """A runner whose slots hold the prompts, read by itself or copied from another cache."""
-        runner = Runner(weights, max_len=max(PROMPTS) + DECODE_STEPS, slots=len(PROMPTS), ops=ops)
+        runner = Runner(weights, max_len=max(self.lengths) + self.steps, slots=len(self.lengths), ops=ops)
         for prompt in self.prompts:
             slot = runner.cache.acquire()
-            runner.cache.reserve(slot, len(prompt) + DECODE_STEPS)
+            runner.cache.reserve(slot, len(prompt) + self.steps)
             if cache is None:
                 runner.prefill(slot, prompt)
         if cache is not None:

@@ -1,0 +1,49 @@
+"""The ladder's checks where they matter: kernels at V4-Flash's own sizes, and 200 tokens that follow the reference's."""
+
+import pytest
+import torch
+
+from deepdecode.config import ModelConfig
+from deepdecode.ladder.entries import entry_gates
+from deepdecode.ladder.gates import CLEAR, LogitsGate, step_gates
+from deepdecode.rungs import RUNGS
+from deepdecode.slices import POSITIONS, RankSlice
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+
+# every kind of layer: ratios 0, 128 and 4, experts by token and by score
+LAYERS = 5
+
+
+@pytest.fixture(scope="module", params=["tp8", "dp8ep8"])
+def cut(request):
+    return RankSlice(ModelConfig(), request.param, layers=LAYERS, max_concurrency=64, device="cuda")
+
+
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if not rung.beside], ids=lambda rung: rung.name)
+@pytest.mark.parametrize("concurrency", [1, 16, 64])
+def test_entries_at_full_size(cut, rung, concurrency):
+    step = cut.graph(rung.ops, concurrency)
+    step.seek(POSITIONS - 1)
+    gates = step_gates(rung.ops, step.eager)
+    step.seek(POSITIONS - 1)
+    gates += entry_gates(rung.ops, step.eager)
+    failed = [gate for gate in gates if not gate.passed]
+    cut.reset()
+    assert not failed
+    # rounding shows, so something was compared
+    assert all(gate.error > 1e-4 for gate in gates if gate.name.endswith("against float64"))
+
+
+def test_the_top_rung_follows_the_reference():
+    """200 tokens of 5 prompts, each given those that the reference chose: another wins at near ties alone."""
+    gate = LogitsGate("cuda", lengths=(125, 70, 259, 33, 190), steps=200)
+    gate.follow()
+    top = [rung for rung in RUNGS if not rung.beside][-1]
+    turns = gate.turns(top.ops)
+    print(f"turns of {gate.truth.shape[0]}:", [(turn.prompt, turn.step, round(turn.gap, 4)) for turn in turns])
+    assert all(turn.gap < CLEAR for turn in turns)
+    assert len(turns) < 0.1 * len(gate.truth)
