@@ -251,30 +251,33 @@ def part(p: Params, at: str) -> Params:
 
 
 class Model:
-    """The blocks of a config, each kind compiled once if asked for.
-
-    topk: entries a ratio-4 layer attends; None for all. dropout: of every sublayer's output.
-    """
+    """The blocks of a config, compiled if asked for: once for each kind of layer and shape."""
 
     def __init__(self, config: ModelConfig, *, compiled: bool = False) -> None:
         self.config = config
-        self._block: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = (
-            torch.compile(block, dynamic=False, fullgraph=True) if compiled else block
-        )
+        self._block: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = block
+        if compiled:
+            # kinds of layer, times lengths, times what a run turns on as it goes; the default is 8
+            torch._dynamo.config.recompile_limit = 64
+            self._block = torch.compile(block, dynamic=False, fullgraph=True)
 
     def __call__(
         self, p: Params, tokens: Tensor, *, topk: int | None, dropout: float = 0.0, draft: bool = True, keep: bool = False
     ) -> Result:
-        """tokens: int64 [B, S], every row a sequence from position 0. keep: give the entries that were attended too."""
+        """Tell what follows each token.
+
+        tokens: int64 [B, S], every row a sequence from position 0. topk: entries that a ratio-4 layer attends; None for all.
+        dropout: of the embedding and of every sublayer's output. draft: run the MTP block too. keep: give `chosen`.
+        """
         config = self.config
-        run = partial(self._block, config=config, topk=topk, dropout=dropout)
+        run = partial(self._block, config=config, dropout=dropout)
         x = F.embedding(tokens, p["embed.weight"])
         streams = (F.dropout(x, dropout) if dropout else x).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
         turns = {r: turns_of(config, r, tokens.shape[1], tokens.device, wide(x).dtype) for r in {0, *config.compress_ratios}}
         kls, loads, kept = [], {}, {}
         for i, ratio in enumerate(config.compress_ratios):
             own = part(p, f"layers.{i}.")
-            streams, kl, load, chosen = run(own, streams, tokens, turns[ratio], ratio=ratio)
+            streams, kl, load, chosen = run(own, streams, tokens, turns[ratio], ratio=ratio, topk=topk if ratio == 4 else None)
             if "ffn.gate.bias" in own:
                 loads[f"layers.{i}.ffn.gate.bias"] = load
             if ratio == 4:
@@ -289,6 +292,6 @@ class Model:
         told = _norm(x[:, 1:], own["enorm.weight"], config.norm_eps) @ own["e_proj.weight"].mT
         seen = _norm(streams[:, :-1], own["hnorm.weight"], config.norm_eps) @ own["h_proj.weight"].mT
         turns_0 = tuple(t[:-1] for t in turns[0])
-        streams, _, load, _ = run(own, told[:, :, None] + seen, tokens[:, 1:], turns_0, ratio=0)
+        streams, _, load, _ = run(own, told[:, :, None] + seen, tokens[:, 1:], turns_0, ratio=0, topk=None)
         loads[DRAFT + "ffn.gate.bias"] = load
         return Result(logits, wide(_head(p, DRAFT, streams, config) @ p["head.weight"].mT), kl, loads, kept)
