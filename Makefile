@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 ENGINES := .venv-engines
 
-.PHONY: demo test check slow test-engines clean
+.PHONY: demo test check slow test-engines engines-drift clean
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,6 +47,10 @@ $(ENGINES)/.sglang: tests/engines/sglang.txt pyproject.toml
 
 test-engines: $(ENGINES)/.sglang
 	$(ENGINES)/bin/python -m pytest tests/engines
+
+# The plug-ins' tables against the newest engines on PyPI, downloaded and not installed; exit 1 names what moved.
+engines-drift: $(VENV)/.dev
+	$(BIN)/python tools/engines_drift.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES) .pytest_cache .ruff_cache
