@@ -18,6 +18,10 @@ def rel_err(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 def worst_row_err(out: torch.Tensor, ref: torch.Tensor) -> float:
     """The largest `rel_err` over rows of the last dimension."""
+    if out.shape == ref.shape and ref.numel() and bool((out.isfinite() & ref.isfinite()).all()):
+        # all rows at once: one by one they take longer than most kernels that are measured
+        gap, size = (out.double() - ref.double()).norm(dim=-1), ref.double().norm(dim=-1)
+        return torch.where(size > 0, gap / size, torch.where(gap > 0, float("inf"), 0.0)).max().item()
     rows = zip(out.reshape(-1, out.shape[-1]), ref.reshape(-1, ref.shape[-1]), strict=True)
     return max((rel_err(a, b) for a, b in rows), default=0.0)
 
