@@ -1,8 +1,9 @@
 """The rungs of the ladder: tables of ops, from what engines run where no tuned kernel exists to what this package runs.
 
-A rung differs from the one below in one thing. Everything below the product shares its products of stored weights (FP8 linears,
-FP4 experts): those were never what a decode step waited for, and slow ones would flatter what comes above. What rung 0 does
-otherwise is in `deepdecode/fallback/`; file and function of the engine are named entry by entry in `Rung.mirrors`.
+A rung differs from the one below in one thing. Everything below the product shares Triton products of stored weights (FP8
+linears, FP4 experts) that read them as stored: those were never what a decode step waited for, and slow ones would flatter what
+comes above. What rung 0 does otherwise is in `deepdecode/fallback/` too; file and function of the engine are named entry by
+entry in `Rung.mirrors`.
 Tables are built when they are asked for: importing this module needs no Triton.
 """
 
@@ -44,21 +45,20 @@ class Rung:
 @cache
 def _fallback() -> Ops:
     """Rung 0."""
-    from deepdecode.fallback import glue, indexer, mhc
+    from deepdecode.fallback import experts, glue, indexer, mhc
     from deepdecode.fallback.attention import sparse_attn_per_head
-    from deepdecode.ops import reference
 
     return Ops(
         embed=glue.embed,
         mhc_boundary=mhc.mhc_boundary,
-        attn_in=reference.attn_in,
+        attn_in=glue.attn_in,
         q_proj=glue.q_proj,
         attn_prepare=glue.attn_prepare,
         index_topk=indexer.index_topk,
         sparse_attn=_out_of(sparse_attn_per_head),
         attn_out=glue.attn_out,
         route=glue.route,
-        moe=reference.moe,
+        moe=experts.moe,
         head=mhc.head,
         sample=glue.sample,
     )
@@ -112,6 +112,15 @@ def _tensor_cores() -> Ops:
     from deepdecode.ops.fused import FUSED
 
     return replace(_split(), **{entry: getattr(FUSED, entry) for entry in _ON_TENSOR_CORES})
+
+
+@cache
+def _fused() -> Ops:
+    from deepdecode.fallback import experts, product
+    from deepdecode.ops.fused import FUSED
+
+    # the vocabulary's product has nothing left to gain: it is the bandwidth's
+    return replace(FUSED, attn_in=product.attn_in, q_proj=product.q_proj, attn_out=product.attn_out, moe=experts.moe)
 
 
 def _product() -> Ops:
@@ -187,5 +196,6 @@ RUNGS: tuple[Rung, ...] = (
         _tensor_cores,
         {entry: text for entry, text in _GLUE.items() if entry not in _ON_TENSOR_CORES},
     ),
-    Rung("4", "fused glue", _product),
+    Rung("4", "fused glue", _fused),
+    Rung("5", "experts and products of few tokens", _product),
 )

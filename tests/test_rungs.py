@@ -9,11 +9,14 @@ import torch
 from deepdecode.ops import reference
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.fused import FUSED
+from deepdecode.ops.moe import moe_ref
+from deepdecode.ops.quant import dequantize
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.rows import allocate, read_rows
 from deepdecode.ops.table import CompressorState, CompressorWeights
 from deepdecode.slices import RankSlice
-from deepdecode.testing.numeric import rel_err, same_bits
+from deepdecode.testing.experts import random_experts, random_routes, random_weight
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 from deepdecode.tiny import CONFIG
 
 # Triton reads it when a kernel is defined, so before the imports below
@@ -23,7 +26,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from deepdecode import rungs
-from deepdecode.fallback import indexer, mhc, store
+from deepdecode.fallback import experts, indexer, mhc, product, store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two roundings to bfloat16 in other places
@@ -255,12 +258,44 @@ def test_a_rung_differs_from_the_one_below_in_one_thing():
         assert changes(by_name[name], by_name[below]) == {"sparse_attn"}
     assert changes(by_name["3"], by_name["2"]) == {"index_topk", "mhc_boundary", "head"}
     assert not changes(by_name["4"], by_name["3"]) & {"index_topk", "mhc_boundary", "head", "sparse_attn", "moe"}
-    assert by_name["4"].ops is FUSED
+    # products alone, and what they take in: a norm, a rotation
+    assert changes(by_name["5"], by_name["4"]) == {"attn_in", "q_proj", "attn_out", "moe"}
+    assert by_name["5"].ops is FUSED
     # what a rung mirrors is what it has of the fallback
     for rung in rungs.RUNGS:
         assert set(rung.mirrors) - {"sparse_attn"} == set(rungs.RUNGS[1].mirrors) - changes(rung, rungs.RUNGS[1]) - {
             "sparse_attn"
         }
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4", "bf16"])
+@pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 40, 128), (9, 2, 136, 160), (17, 1, 77, 96)])
+def test_products_of_the_lower_rungs(kind, T, G, out, width):
+    weight = random_weight(G * out, width, kind=kind, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(T))
+    x = torch.randn(T, G, width, device=DEVICE)
+    config = product.plan(T, G * out, width, full=False)
+    if DEVICE == "cuda":
+        x = x.bfloat16()
+    got = torch.empty(T, G, out, device=DEVICE)
+    product.launch(x, weight.data, weight.scale, weight.kind, got, config)
+    want = torch.einsum("tgk,gok->tgo", x.double(), dequantize(weight, torch.float64).view(G, out, width))
+    # sums in float32, on a GPU in another order
+    assert worst_row_err(got, want) < (1e-5 if DEVICE == "cuda" else F32)
+
+
+@pytest.mark.parametrize(("T", "E", "k"), [(1, 16, 2), (7, 5, 3)])
+def test_experts_of_the_lower_rungs(T, E, k):
+    """Of this rank are experts 2 .. E + 1 of E + 3."""
+    w = random_experts(E, 64, 96, 32, first=2, device=DEVICE)
+    x, (ids, weights) = 8 * torch.randn(T, 64, device=DEVICE), (t.to(DEVICE) for t in random_routes(T, E + 3, k))
+    out = torch.empty_like(x)
+    if DEVICE == "cuda":
+        x, out = x.bfloat16(), out.bfloat16()
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    config = experts.plan(T * k, T, E, 96, 132)
+    experts.launch(x, ids, weights, *stored, w.w13.kind, w.shared13.kind, w.first_expert, 10.0, out, config)
+    want = moe_ref(x.double(), ids, weights.double(), w, 10.0)
+    assert rel_err(out, want) < (3e-3 if DEVICE == "cuda" else F32)
 
 
 def test_padded_heads_change_nothing(monkeypatch, calls):

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from deepdecode.config import ModelConfig
+from deepdecode.fallback import product
+from deepdecode.fallback.product import grouped_linear, linear
 from deepdecode.fallback.store import pool, store_rows
 from deepdecode.ops import reference
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.gate import SUM_FLOOR
-from deepdecode.ops.linear import grouped_linear, linear
 from deepdecode.ops.quant import Weight, hadamard
 from deepdecode.ops.sample import uniform_ref
 from deepdecode.ops.table import (
@@ -32,6 +33,12 @@ Tensor = torch.Tensor
 
 def embed(tokens: Tensor, weight: Tensor, hc_mult: int) -> Tensor:
     return F.embedding(tokens, weight).unsqueeze(1).repeat(1, hc_mult, 1)
+
+
+def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
+    """Every result contiguous, as launches of one thing each want them."""
+    parts = vars(product.attn_in(x, weights, config, ratio))
+    return AttnInputs(**{name: None if part is None else part.contiguous() for name, part in parts.items()})
 
 
 def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:

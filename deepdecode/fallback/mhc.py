@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.config import ModelConfig
-from deepdecode.ops.linear import linear
+from deepdecode.fallback.product import linear
 from deepdecode.ops.mhc import sinkhorn_ref
 from deepdecode.ops.table import HeadWeights, MhcSite
 
