@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from deepdecode.config import ModelConfig
+from deepdecode.ops.quant import Weight
 from deepdecode.ops.rope import frequencies
 from deepdecode.ops.table import AttnWeights, HeadWeights, LayerCache, MhcSite, MoeWeights, Ops, Step
 
@@ -34,6 +35,21 @@ class ModelWeights:
     config: ModelConfig
     embed: Tensor
     layers: list[LayerWeights]
+    head: HeadWeights
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """The MTP block: it tells the token after next, from the streams behind a token and the embedding of the next one.
+
+    e_proj, h_proj [C, C], their norms [C]; a window layer of its own; a head of its own but for the vocabulary's rows.
+    """
+
+    enorm: Tensor
+    hnorm: Tensor
+    e_proj: Weight
+    h_proj: Weight
+    layer: LayerWeights
     head: HeadWeights
 
 
@@ -85,19 +101,37 @@ def forward(
     Returns:
         [R, vocab] float32 (float64 for float64 weights). A padded row's logits are finite and mean nothing.
     """
-    config = weights.config
-    streams = ops.embed(step.tokens, weights.embed, config.hc_mult)
+    streams = ops.embed(step.tokens, weights.embed, weights.config.hc_mult)
+    last = run_layers(weights.layers, streams, caches, step, ops, weights.config, ranks=ranks)
+    if rows is not None:
+        last = tuple(None if t is None else t[rows] for t in last)
+    return ranks.all_gather(ops.head(*last, weights.head, weights.config))
+
+
+def run_layers(
+    layers: Sequence[LayerWeights],
+    streams: Tensor,
+    caches: Sequence[LayerCache],
+    step: Step,
+    ops: Ops,
+    config: ModelConfig,
+    *,
+    ranks: Collectives = ALONE,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """The layers of `config.compress_ratios`, one after another.
+
+    Returns what `ops.head` takes: the last sublayer's y [T, C], the streams [T, 4, C] that it has yet to be written into, and
+    its post and comb.
+    """
     y = post = comb = None
-    for i, layer in enumerate(weights.layers):
+    for i, layer in enumerate(layers):
         streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
         y = ranks.all_reduce(attention(x, layer.attn, caches[i], step, ops, config, config.ratio(i)))
         streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
         x, tokens = ranks.dispatch(x, step.tokens)
         ids, expert_weights = ops.route(x, tokens, layer.moe, config)
         y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config)))
-    if rows is not None:
-        streams, y, post, comb = (None if t is None else t[rows] for t in (streams, y, post, comb))
-    return ranks.all_gather(ops.head(y, streams, post, comb, weights.head, config))
+    return y, streams, post, comb
 
 
 @lru_cache(maxsize=64)

@@ -26,6 +26,8 @@ MAY = {
     # one rank of a large model with seeded weights, and the tables of ops that the ladder measures on it
     "slices": {"checkpoint", "config", "graphs", "kvcache", "model", "ops"},
     "rungs": {"fallback", "kernels", "ops"},
+    # a runner with a draft block
+    "speculate": {"kvcache", "model", "ops", "runner"},
     "text": {"config"},
     "progress": set(),
     "errors": set(),

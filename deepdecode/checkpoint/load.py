@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from deepdecode.checkpoint.container import DTYPES, CheckpointError
-from deepdecode.checkpoint.layout import PLAIN, scale_name, shard, tensor_specs
+from deepdecode.checkpoint.layout import PLAIN, faults, official_name, scale_name, shard, tensor_specs, unsound
 from deepdecode.checkpoint.open import Checkpoint, open_checkpoint
-from deepdecode.config import ModelConfig
-from deepdecode.model import LayerWeights, ModelWeights
+from deepdecode.config import ModelConfig, shown
+from deepdecode.model import DraftWeights, LayerWeights, ModelWeights
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.table import AttnWeights, CompressorWeights, HeadWeights, MhcSite, MoeWeights
 
@@ -130,6 +130,57 @@ def assemble(
     return ModelWeights(source.config, make.plain("embed.weight"), layers, head)
 
 
+def load_draft(
+    path: str | os.PathLike[str] | Checkpoint, model: ModelWeights, *, dtype: torch.dtype | None = None
+) -> DraftWeights:
+    """Load a checkpoint's MTP block beside its model, whose device and vocabulary it takes; `dtype` as for `load_model`.
+
+    Raises:
+        CheckpointError: the checkpoint has no MTP block, another draft model, or a fault in it.
+    """
+    source = _Drafts(path if isinstance(path, Checkpoint) else open_checkpoint(path))
+    make = _Maker(source, Cut(), model.embed.device, dtype)
+    at = "mtp.0."
+    return DraftWeights(
+        enorm=make.plain(at + "enorm.weight"),
+        hnorm=make.plain(at + "hnorm.weight"),
+        e_proj=make.weight(at + "e_proj.weight"),
+        h_proj=make.weight(at + "h_proj.weight"),
+        layer=make.block(at, 0),
+        head=HeadWeights(make.site(at + "hc_head_"), make.plain(at + "norm.weight"), model.head.head),
+    )
+
+
+class _Drafts:
+    """The MTP block's tensors of a checkpoint, as a source; whether it is whole is checked as the backbone was."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.config = checkpoint.config
+        named = {official_name(name): stored for name, stored in checkpoint.drafts.items()}
+        self.tensors = {name: stored for name, stored in named.items() if name and name.startswith("mtp.")}
+        folder = shown(checkpoint.path.name)
+        if not self.tensors:
+            raise CheckpointError(f"load_draft: {folder} must hold an MTP block (mtp.0.*), got none")
+        where = dict.fromkeys([*checkpoint.tensors, *self.tensors], folder)
+        for fault in faults(self.config, {**checkpoint.tensors, **self.tensors}, where, mtp=True):
+            raise CheckpointError(fault)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def dtype(self, name: str) -> str:
+        return self.tensors[name].dtype
+
+    def get(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name].read()
+        if bad := unsound(name, tensor):
+            raise CheckpointError(f"{name} must not hold {bad}")
+        return tensor
+
+    def done(self, name: str) -> None:
+        self.tensors[name].release()
+
+
 def unfusable(checkpoint: Checkpoint) -> Iterator[str]:
     """Faults that headers show but only fusing meets: FP8 weights that cannot stand under one another."""
     config = checkpoint.config
@@ -150,14 +201,16 @@ def unfusable(checkpoint: Checkpoint) -> Iterator[str]:
 class _Maker:
     def __init__(self, source: Source, cut: Cut, device: torch.device, dtype: torch.dtype | None):
         self.source, self.cut, self.device, self.dtype = source, cut, device, dtype
-        self.specs = tensor_specs(source.config)
+        self.specs = tensor_specs(source.config, mtp=True)
 
     def layer(self, i: int) -> LayerWeights:
-        at = f"layers.{i}."
+        return self.block(f"layers.{i}.", self.source.config.ratio(i))
+
+    def block(self, at: str, ratio: int) -> LayerWeights:
         return LayerWeights(
             attn_hc=self.site(at + "hc_attn_"),
             attn_norm=self.plain(at + "attn_norm.weight"),
-            attn=self.attention(at + "attn.", self.source.config.ratio(i)),
+            attn=self.attention(at + "attn.", ratio),
             ffn_hc=self.site(at + "hc_ffn_"),
             ffn_norm=self.plain(at + "ffn_norm.weight"),
             moe=self.moe(at + "ffn."),

@@ -1,0 +1,141 @@
+"""Speculation: the MTP block proposes one token, the model tells it and its own next one in one step, and keeps what agrees.
+
+The text is the model's own greedy text, whatever the block proposes. A step takes the last token and the proposal, as two
+consecutive tokens of the sequence; if the model would have said another, the step was worth one token, else two.
+
+Nothing has to be undone for a proposal that is refused. What it left stands at its own position in every cache: its window
+row and its compressor rows are overwritten by the token that is then fed there, before anything reads them, and an entry that
+it completed lies past every later length until the true one is written over it. What a ring had in its place belonged to a
+position that no query from the true token on can see, and that no entry still to come pools.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from deepdecode.kvcache import KVCache
+from deepdecode.model import DraftWeights, run_layers
+from deepdecode.ops.linear import linear
+from deepdecode.ops.mhc import mhc_post
+from deepdecode.ops.norm import rms_norm
+from deepdecode.ops.table import Step
+from deepdecode.runner import Runner, check_prompts
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Counts:
+    """What speculation took and gave: steps of the model after the prompt, proposals, those it agreed with, tokens made."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(1, self.proposed)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of the tokens that steps made; the prompt's own step makes the first."""
+        return (self.tokens - 1) / max(1, self.steps)
+
+
+class Speculator:
+    """Greedy generation of one sequence at a time with a draft block.
+
+    Args:
+        runner: the model, alone on its device; one of its slots is taken while a text is made.
+        draft: its MTP block, from `load_draft`.
+    """
+
+    def __init__(self, runner: Runner, draft: DraftWeights) -> None:
+        self.runner, self.draft = runner, draft
+        self.config = replace(runner.weights.config, num_layers=1, compress_ratios=(0,))
+        fmt = runner.cache.layers[0].window.fmt
+        self.cache = KVCache(self.config, slots=1, max_len=runner.max_len, fmt=fmt, device=runner.device)
+        self.counts = Counts()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> Iterator[int]:
+        """The tokens that greedy decoding makes, a stop id included, until one of these, the number or the context ends it.
+
+        Raises:
+            ValueError: the prompt cannot be generated from.
+            CacheFull: every slot of the runner is held.
+        """
+        runner = self.runner
+        check_prompts([prompt], runner.weights.config.vocab_size, runner.max_len)
+        if max_new_tokens < 1:
+            return
+        slot, own = runner.cache.acquire(), self.cache.acquire()
+        try:
+            # the model has been fed `fed` tokens, the block `drafted` of them; `streams` are those of the ones between
+            ids, fed, drafted, made = list(prompt), 0, 0, 0
+            while True:
+                chunk = ids[fed : fed + runner.prefill_chunk]
+                logits, streams = self._tell(slot, chunk, fed)
+                fed += len(chunk)
+                if fed == len(prompt):
+                    break
+                self._propose(own, streams, ids[drafted + 1 : fed + 1], drafted)
+                drafted = fed
+            new = self._greedy(logits[-1:])
+            while True:
+                for token in new:
+                    ids.append(token)
+                    made += 1
+                    self.counts.tokens += 1
+                    yield token
+                    if made >= max_new_tokens or token in stop_ids or len(ids) > runner.max_len:
+                        return
+                feed = [ids[-1], *self._propose(own, streams, ids[drafted + 1 : fed + 1], drafted)]
+                drafted = fed
+                logits, streams = self._tell(slot, feed[: runner.max_len - fed], fed)
+                told = self._greedy(logits)
+                agreed = told[0] == feed[1]
+                self.counts.steps += 1
+                self.counts.proposed += 1
+                self.counts.accepted += agreed
+                new = told if agreed else told[:1]
+                fed, streams = fed + len(new), streams[: len(new)]
+        finally:
+            runner.cache.release(slot)
+            self.cache.release(own)
+
+    def _tell(self, slot: int, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
+        """Feed consecutive tokens to the model: logits [T, V] and streams [T, 4, C] behind each."""
+        runner, weights, ops = self.runner, self.runner.weights, self.runner.ops
+        step = self._step(runner.cache, slot, tokens, start)
+        streams = ops.embed(step.tokens, weights.embed, weights.config.hc_mult)
+        last = run_layers(weights.layers, streams, runner.cache.layers, step, ops, weights.config)
+        return ops.head(*last, weights.head, weights.config), _written(last)
+
+    def _propose(self, slot: int, streams: Tensor, following: Sequence[int], start: int) -> list[int]:
+        """Feed the block the streams [T, 4, C] behind consecutive tokens, and the tokens after them; the id it then tells."""
+        draft, config, ops = self.draft, self.config, self.runner.ops
+        step = self._step(self.cache, slot, following, start)
+        told = rms_norm(self.runner.weights.embed[step.tokens], draft.enorm, config.norm_eps)
+        seen = rms_norm(streams, draft.hnorm, config.norm_eps)
+        both = linear(told, draft.e_proj)[:, None] + linear(seen, draft.h_proj)
+        last = run_layers([draft.layer], both, self.cache.layers, step, ops, config)
+        return self._greedy(ops.head(*(None if t is None else t[-1:] for t in last), draft.head, config))
+
+    def _step(self, cache: KVCache, slot: int, tokens: Sequence[int], start: int) -> Step:
+        cache.reserve(slot, start + len(tokens))
+        fed = torch.tensor(tokens, device=self.runner.device)
+        positions = torch.arange(start, start + len(tokens), dtype=torch.int32, device=self.runner.device)
+        return cache.step(fed, positions, torch.full_like(positions, slot), prefill=True)
+
+    def _greedy(self, logits: Tensor) -> list[int]:
+        zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return self.runner.ops.sample(logits, zeros.double(), zeros.double() + 1, zeros, zeros).tolist()
+
+
+def _written(last: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]) -> Tensor:
+    """The streams once the last sublayer's output stands in them."""
+    y, streams, post, comb = last
+    return streams if y is None or post is None or comb is None else mhc_post(y, streams, post, comb)
