@@ -52,7 +52,7 @@ def test_an_engine_that_is_there(engine):
     }  # fmt: skip
     assert [(part["name"], part["on"], part["why"]) for part in told["parts"]] == [
         ("attention", True, ""),
-        ("moe", False, "DEEPDECODE_TESTS=moe switches it on"),
+        ("moe", False, "DEEPDECODE_TESTS does not name it"),
     ]
     assert told["parts"][0]["replaces"] == ["engine_of_tests.m.attend"]
 
@@ -97,7 +97,7 @@ def test_an_engine_that_is_missing():
 @pytest.mark.parametrize(
     ("environment", "attention", "moe"),
     [
-        ({}, "", "DEEPDECODE_TESTS=moe switches it on"),
+        ({}, "", "DEEPDECODE_TESTS does not name it"),
         ({"DEEPDECODE_TESTS": "moe"}, "DEEPDECODE_TESTS does not name it", ""),
         ({"DEEPDECODE_TESTS": "moe , attention"}, "", ""),
         ({"DEEPDECODE_TESTS": ""}, "DEEPDECODE_TESTS does not name it", "DEEPDECODE_TESTS does not name it"),

@@ -83,12 +83,9 @@ def not_asked(plugin: Plugin, part: Part) -> str:
     words = os.environ.get(plugin.variable) if plugin.variable else None
     if part.switch and os.environ.get(part.switch) == "1":
         return ""
-    if words is None:
-        turn = f"{part.switch}=1" if part.switch else f"{plugin.variable}={part.name}"
-        return "" if part.default else f"{turn} switches it on"
-    if part.name in {word.strip() for word in words.split(",")}:
+    if part.default if words is None else part.name in {word.strip() for word in words.split(",")}:
         return ""
-    return f"{plugin.variable} does not name it"
+    return f"{part.switch}=1 switches it on" if part.switch and words is None else f"{plugin.variable} does not name it"
 
 
 def engine_version(plugin: Plugin) -> str:

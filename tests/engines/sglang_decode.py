@@ -154,9 +154,13 @@ def main():
     logging.getLogger("deepdecode").addHandler(handler)
     stand_ins.install()
     if asked.break_signatures:
+        from dataclasses import replace
+
         from deepdecode.plugins import sglang, sources
 
-        sglang.SIGNATURES += (sources.Function(sglang._SOURCE, "flash_mla_with_kvcache_sm120", ("q", "k_cache")),)
+        moved = sources.Function("kernels/ops/attention/flash_mla_sm120.py", "flash_mla_with_kvcache_sm120", ("q", "k_cache"))
+        parts = tuple(replace(part, table=(*part.table, moved)) for part in sglang.PLUGIN.parts)
+        sglang.PLUGIN = replace(sglang.PLUGIN, parts=parts)
 
     from sglang.srt.plugins import load_plugins
 

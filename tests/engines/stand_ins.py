@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import types
 
-CUDA_ONLY = ("sgl_kernel", "flashinfer", "flash_attn", "deep_gemm", "tilelang", "quack", "cutlass")
+CUDA_ONLY = ("sgl_kernel", "flash_mla", "flashinfer", "flash_attn", "deep_gemm", "tilelang", "quack", "cutlass")
 OTHERS = ("torchvision", "torchaudio", "torchcodec", "mistral_common", "soundfile", "decord", "timm", "av")
 
 

@@ -19,26 +19,32 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 # SGLang's reference rounds the cached rows to bfloat16, ours widens them exactly; both round the output to bfloat16
 AGREE = 3e-3
 SCRIPT = Path(__file__).parent / "sglang_decode.py"
+OTHERS = Path(__file__).parent / "sglang_parts.py"
 # tests/engines/sglang_decode.py: 12 decode cases and 3 of its prefill way
 CASES = 15
 ON = {"SGLANG_SM120_MMA_FLASHMLA": "1"}
+# sglang_parts.py: the parts beside sm_120's attention
+PARTS = {"DEEPDECODE_SGLANG": "flashmla, indexer,mhc,moe"}
+# SGLang's own torch versions, which run here
+TORCH = {"SGLANG_SM120_FLASHMLA_BACKEND": "torch", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+NOT_NAMED = "off: indexer, mhc, moe, pages, megakernel: DEEPDECODE_SGLANG does not name it"
 # the plug-in is not there for SGLang: only a plug-in of this name would be loaded
 ABSENT = {"SGLANG_PLUGINS": "none-of-them"}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run the backend once for each way of switching, in a process of its own."""
+    """Run a script once for each way of switching, in a process of its own."""
     done = {}
 
-    def run(environment, *arguments):
-        key = (*sorted(environment.items()), *arguments)
+    def run(environment, *arguments, script=SCRIPT):
+        key = (script, *sorted(environment.items()), *arguments)
         if key not in done:
             out = tmp_path_factory.mktemp("sglang") / "out.pt"
             unset = {name: os.environ[name] for name in os.environ if not name.startswith(("DEEPDECODE_", "SGLANG_"))}
             process = subprocess.run(
-                [sys.executable, SCRIPT, out, *arguments],
-                env={**unset, "SGLANG_SM120_FLASHMLA_BACKEND": "torch", **environment},
+                [sys.executable, script, out, *arguments],
+                env={**unset, **TORCH, **environment},
                 capture_output=True,
                 text=True,
                 timeout=300,
@@ -94,7 +100,7 @@ def test_lse_and_a_token_without_a_key(on, absent):
 
 def test_one_line_says_that_it_is_on(on):
     assert on["said"] == [
-        "deepdecode in SGLang 0.5.23: sparse attention is on, wherever SGLang takes its path for sm_120 and sm_121"
+        "deepdecode in SGLang 0.5.23: on: attention (on sm_120, sm_121), flashmla (on sm_80, sm_86, sm_89, sm_90); " + NOT_NAMED
     ]
 
 
@@ -115,17 +121,27 @@ def test_an_op_that_fails_is_not_tried_again(on, absent):
     assert said == ["deepdecode in SGLang: sparse attention failed, SGLang's own runs instead: RuntimeError: no such kernel"]
 
 
+MOVED = (
+    "this source is not what was tested: kernels/ops/attention/flash_mla_sm120.py: "
+    "flash_mla_with_kvcache_sm120 must take (q, k_cache), got (**kwargs)"
+)
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "why"),
     [
-        ({}, (), "off: SGLANG_SM120_MMA_FLASHMLA=1 switches it on"),
-        ({**ON, "DEEPDECODE_ENABLE": "0"}, (), "off: DEEPDECODE_ENABLE=0"),
         (
-            ON,
-            ("--break-signatures",),
-            "off: this SGLang's source is not what was tested: kernels/ops/attention/flash_mla_sm120.py: "
-            "flash_mla_with_kvcache_sm120 must take (q, k_cache), got (**kwargs)",
+            {},
+            (),
+            "on: flashmla (on sm_80, sm_86, sm_89, sm_90); off: attention: SGLANG_SM120_MMA_FLASHMLA=1 switches it on; "
+            + NOT_NAMED,
         ),
+        (
+            {**ON, "DEEPDECODE_ENABLE": "0"},
+            (),
+            "off: attention, flashmla, indexer, mhc, moe, pages, megakernel: DEEPDECODE_ENABLE=0",
+        ),
+        (ON, ("--break-signatures",), f"off: attention, flashmla: {MOVED}; {NOT_NAMED}"),
     ],
     ids=["not-asked-for", "disabled", "changed-engine"],
 )
@@ -134,4 +150,150 @@ def test_off_is_as_if_it_were_not_installed(run, absent, environment, arguments,
     assert not found["replaced"] and not found["calls"]
     for case, out in found["outs"].items():
         assert torch.equal(out, absent["outs"][case]), case
-    assert found["said"] == [f"deepdecode in SGLang 0.5.23: sparse attention is {why}"]
+    assert found["said"] == [f"deepdecode in SGLang 0.5.23: {why}"]
+
+
+# the other parts
+
+
+@pytest.fixture(scope="module")
+def own(run):
+    """What SGLang's callers give without us."""
+    found = run(ABSENT, script=OTHERS)
+    assert not found["said"] and not any(found[name] for name in found if name.endswith(" calls"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def parts(run):
+    found = run(PARTS, "--hostile", script=OTHERS)
+    assert found["said"] == [
+        "deepdecode in SGLang 0.5.23: on: flashmla (on sm_80, sm_86, sm_89, sm_90), indexer, mhc, moe (on sm_90, sm_120, "
+        "sm_121); off: attention, pages, megakernel: DEEPDECODE_SGLANG does not name it"
+    ]
+    return found
+
+
+def test_flash_mla_gets_the_own_heads_of_a_padded_query(parts, own):
+    """Decode steps of all three ratios: our op computes the rank's 8 heads of 64 and gives those; a verify step gets all 64."""
+    assert parts["flashmla calls"] == 3
+    for ratio, out in parts["flashmla"].items():
+        theirs = own["flashmla"][ratio]
+        assert theirs.shape == (4, 64, 512) and out.shape == (4, 8, 512) and out.dtype == theirs.dtype
+        assert rel_err(out, theirs[:, :8].double()) < AGREE
+        assert rel_err(parts["flashmla corrupted"][ratio], 1.5 * theirs[:, :8].double()) < AGREE
+    assert parts["verify"].shape == own["verify"].shape == (4, 64, 512)
+    assert rel_err(parts["verify"], own["verify"].double()) < AGREE
+
+
+def test_the_indexer_chooses_what_sglang_chooses(parts, own):
+    """One call of our op in place of scores and top-k, with SGLang's rows; ours stand in the order of the entries."""
+    assert parts["indexer calls"] == 2
+    for name in ("plain", "planned"):
+        ours, theirs, changed = parts["indexer"][name], own["indexer"][name], parts["indexer corrupted"][name]
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert [sorted(row) for row in ours.tolist()] == [sorted(row) for row in theirs.tolist()]
+        assert [int((row >= 0).sum()) for row in ours] == [512, 512, 512, 100, 0]
+        assert torch.equal(changed, ours.flip(1)) and not torch.equal(changed, ours)
+
+
+def test_the_indexer_leaves_other_ways_to_sglang(parts, own):
+    """Entries beside their rows, and a top-k that the operator asked for: SGLang's own bits, and our op is not called."""
+    for ours, theirs in zip(parts["entries"], own["entries"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(parts["torch asked"], own["indexer"]["plain"])
+    assert parts["left calls"] == 0
+
+
+def test_the_boundary_of_hyper_connections(parts, own):
+    assert parts["mhc calls"] == 1
+    for ours, theirs in zip(parts["mhc"], own["mhc"], strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert rel_err(ours, theirs.double()) < AGREE
+    streams, x, *_ = parts["mhc corrupted"]
+    assert rel_err(streams, 1.5 * own["mhc"][0].double()) < AGREE and torch.equal(x, parts["mhc"][1])
+    # another norm than the gates' is not what our op computes
+    assert parts["other norm calls"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(parts["other norm"], own["other norm"], strict=True))
+
+
+def test_fp4_experts_are_those_of_the_loaded_weights(parts):
+    """SGLang loads up above gate and multiplies the routing weights before; float64 from the loaded bytes."""
+    import sglang_parts as script
+
+    x, ids, weights, w13, s13, w2, s2 = script.expert_inputs()
+
+    def values(codes, scales):
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+        both = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], dim=-1).flatten(-2)
+        return table[both.long()] * 2.0 ** (scales.view(torch.uint8).double() - 127).repeat_interleave(32, dim=-1)
+
+    w13, w2, out = values(w13, s13), values(w2, s2), torch.zeros(4, script.HIDDEN, dtype=torch.float64)
+    for t in range(4):
+        for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            if e >= 0:
+                up, gate = (w13[e] @ x[t].double()).chunk(2)
+                h = torch.nn.functional.silu(gate.clamp(max=script.LIMIT)) * up.clamp(-script.LIMIT, script.LIMIT)
+                out[t] += weight * (w2[e] @ h)
+    assert parts["moe calls"] == 1 and parts["moe"].dtype == torch.bfloat16
+    assert rel_err(parts["moe"], out) < AGREE
+    assert rel_err(parts["moe corrupted"], 1.5 * out) < AGREE
+
+
+def test_a_part_that_fails_is_sglangs_from_then_on(parts, own):
+    for name in ("flashmla", "indexer", "mhc"):
+        theirs = list(own[name].values()) if isinstance(own[name], dict) else own[name]
+        for found in parts[f"{name} broken"]:
+            values = list(found.values()) if isinstance(found, dict) else found
+            assert all(torch.equal(a, b) for a, b in zip(values, theirs, strict=True)), name
+        assert parts[f"{name} broken calls"] == 1
+    assert parts["broken said"] == [
+        f"deepdecode in SGLang: {what} failed, SGLang's own runs instead: RuntimeError: no such kernel"
+        for what in ("sparse attention", "indexer", "hyper-connections")
+    ]
+
+
+@pytest.mark.parametrize(
+    "environment", [{"DEEPDECODE_SGLANG": ""}, {**PARTS, "DEEPDECODE_ENABLE": "0"}], ids=["none", "disabled"]
+)
+def test_parts_that_are_off(run, own, environment):
+    found = run(environment, script=OTHERS)
+    assert not any(found[name] for name in found if name.endswith(" calls"))
+    for name in ("flashmla", "indexer", "mhc"):
+        values, theirs = (list(v[name].values()) if isinstance(v[name], dict) else v[name] for v in (found, own))
+        assert all(torch.equal(a, b) for a, b in zip(values, theirs, strict=True)), name
+
+
+def test_the_megakernel_contract(run, absent):
+    """Accepted for sm_120 by SGLang's own checks, refused where it must be, and ours inside covered steps alone."""
+    found = run({"DEEPDECODE_SGLANG": "megakernel"}, "--megakernel", script=OTHERS)["megakernel"]
+    assert found["plugin"] == [] and found["accepted"] == []
+    assert found["spec"] == ("deepdecode", ["sm_120", "sm_121"], 64, "tolerance")
+    assert found["refused"] == {
+        "sm_100": ["deepdecode.plugins.sglang_megakernel:SPEC supports ['sm_120', 'sm_121'], not sm_100"],
+        "tp 3": ["tp_size 3 is not one of ['1', '2', '4', '8']"],
+        "lora": ["LoRA is in use and deepdecode does not accept it"],
+        "speculation": ["speculative decoding is in use and deepdecode does not accept it"],
+        "graphs": ["decode CUDA graphs 'tc_piecewise' is not one of ['disabled', 'full']"],
+        "model": ["config.head_dim 256 is not 512"],
+        "another": ["no megakernel spec is registered for ['LlamaForCausalLM'] (registered: ['DeepseekV4ForCausalLM'])"],
+    }
+    # three rows are no width that was asked for, and a prefill is no decode step
+    assert found["planned"] == [("decode", 4), None, None]
+    theirs = absent["outs"][(4, 4, 8, 256)]
+    for when, calls in (("outside", 0), ("inside", 1), ("after", 0)):
+        out, called = found[when]
+        assert called == calls, when
+        assert rel_err(out, theirs.double()) < AGREE
+    assert torch.equal(found["outside"][0], theirs) and torch.equal(found["after"][0], theirs)
+
+
+def test_without_the_word_no_megakernel_is_registered(run):
+    """The entry point is there, and SGLang says that it registered nothing."""
+    code = "import stand_ins; stand_ins.install(); from sglang.srt.plugins import load_plugins; load_plugins(); "
+    code += "from sglang.kernels.plugin_kernels.nvidia.spec import registered_architectures; print(registered_architectures())"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("DEEPDECODE_", "SGLANG_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parent
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
