@@ -3,25 +3,28 @@
 Keys stand on the M side of both products (S = KV Q^T, O^T = KV^T P), so 8 heads fill the N side of mma.sync exactly.
 A tile is widened once, into one copy in shared memory that both products read. Each word of 4 E4M3 codes is taken apart into
 4 quarters of the channels, each a tile of its own: gathering them in channel order would cost a shuffle of every register, and
-makes Triton keep a second copy. Q and the output are read and written in the same order, at no cost. The rope values are a
-fifth tile and stay bfloat16.
+makes Triton keep a second copy. The 64 rope values fill what 448 codes leave of the quarters: 16 places of each. Q and the
+output are read and written in the same order, at no cost.
 
-Where a row stands is computed once for each key, by one thread, and handed on: address arithmetic in the layout of the tile
-is done again by every thread that loads of the row, and took half of all instructions.
+A tile holds keys of one set only, so what differs between the sets is chosen once for it, and a row's address is a few
+instructions that every thread of the row does: handed on, it would cost two barriers for each layout that needs it. Keys are
+cut by the widths of the index lists, so that indices come without waiting for the lengths.
 
-Arithmetic is float16 with float32 sums where that is exact: scales from 2**-15 to 1 and |q| under 2**15. A program that met
-anything else does its keys again in bfloat16, which holds every scale and is slower. E4M3 codes are converted by the arch's
-instruction, or placed into float16 bits by integer arithmetic where it has none (sm_80, sm_86). A NaN code reads NaN in both.
+Arithmetic is float16 with float32 sums where that is exact: scales from 2**-15 to 1, rope values under 2**16 and |q| under
+2**15. Whatever else a row holds is widened to NaN; a program that ends with one does its keys again in bfloat16, which holds
+every row and is slower. E4M3 codes are converted by the arch's instruction, or placed into float16 bits by integer arithmetic
+where it has none (sm_80, sm_86). A NaN code reads NaN in both.
 
 The FP8 products of sm_89 and sm_120 are not used. They would want Q and P in E4M3, whose 4 bits are an error of 2e-2 against
-the bound of 2.5e-3; sums of three such terms for each would hold it, at more products than float16 takes.
+the bound of 2.5e-3. Two such terms for each hold it, at as many products as float16 takes, and no instruction hands bytes to
+the tensor cores transposed, as the second product wants them.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from deepdecode.kernels.attention_codes import convert, interpreted, place, place_bfloat16
+from deepdecode.kernels.attention_codes import convert, interpreted, low_half, narrow, place, place_bfloat16
 from deepdecode.kernels.attention_merge import Parts, launch_merge
 from deepdecode.kernels.attention_plan import Config
 from deepdecode.ops.rows import PagedRows
@@ -32,10 +35,33 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
-def _quarters(x, scales, FORM: tl.constexpr, N: tl.constexpr):
-    """Codes int32 [N, 8, 16], a row's scales int64 [N] -> four [N, 128]: quarter k holds code k of each word, times its scale.
+def _with_rope(v0, v1, v2, v3, rope, FORM: tl.constexpr, N: tl.constexpr):
+    """Four [N, 8, 16] with words int32 [N, 2, 16] of rope values as their eighth groups -> four [N, 128].
 
-    The eighth group has no codes: it takes the first one's scale.
+    Quarter k holds the lower (k < 2) or upper halves of the first (k even) or second 16 words.
+    """
+    if FORM == "interpreted":
+        low, high = low_half(rope).to(tl.float32), low_half(rope >> 16).to(tl.float32)
+    elif FORM == "bfloat16":
+        low, high = low_half(rope), low_half(rope >> 16)
+    else:
+        low, high = narrow(rope)
+    r0, r1 = tl.split(tl.permute(low, (0, 2, 1)))
+    r2, r3 = tl.split(tl.permute(high, (0, 2, 1)))
+    eighth = tl.arange(0, 8)[None, :, None] == 7
+    v0 = tl.where(eighth, r0[:, None, :], v0)
+    v1 = tl.where(eighth, r1[:, None, :], v1)
+    v2 = tl.where(eighth, r2[:, None, :], v2)
+    v3 = tl.where(eighth, r3[:, None, :], v3)
+    return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
+
+
+@triton.jit
+def _quarters(x, scales, rope, FORM: tl.constexpr, N: tl.constexpr):
+    """Codes int32 [N, 8, 16], a row's scales int64 [N], words of rope values int32 [N, 2, 16] -> four [N, 128].
+
+    Quarter k holds code k of each word, times its scale, and 16 rope values. The eighth group has no codes: it takes the first
+    one's scale. In float16, what a scale outside of 2**-15 to 1 (exponents 0x70 to 0x7f) counts is NaN.
     """
     group = tl.arange(0, 8)[None, :]
     scale = ((scales[:, None] >> (8 * tl.where(group < 7, group, 0))) & 0xFF).to(tl.int32)  # [N, 8]
@@ -45,32 +71,31 @@ def _quarters(x, scales, FORM: tl.constexpr, N: tl.constexpr):
     elif FORM == "convert":
         # 2**(scale - 127); 2**-15 is a denormal
         factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
+        factor = tl.where((scale & 0xF0) == 0x70, factor, 0x7E00)
         v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
     elif FORM == "place":
-        v0, v1, v2, v3 = place(x, tl.broadcast_to(((scale - 104) << 10)[:, :, None], (N, 8, 16)))
+        factor = tl.where((scale & 0xF0) == 0x70, (scale - 104) << 10, 0x7E00)
+        v0, v1, v2, v3 = place(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
         factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
         # -0x7F7F7F80: the top bit of each byte
         is_nan = (((x & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80) != 0
         v0, v1, v2, v3 = place_bfloat16(x, tl.where(is_nan, 0x7FC0, factor))
-    return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
+    return _with_rope(v0, v1, v2, v3, rope, FORM, N)
 
 
 @triton.jit
-def _is_odd(scales):
-    """Where float16 does not hold a row: a scale outside of 2**-15 to 1, whose exponents are 0x70 to 0x7f. int64 [N]."""
-    return (scales ^ 0x70707070707070) & 0xF0F0F0F0F0F0F0
+def _find(tile, lane, finding, TILE: tl.constexpr):
+    """The index of each key of a tile, unchecked: it comes without waiting for the lengths. int32 [N].
 
-
-@triton.jit
-def _find(key, first, last, lists, rows):
-    """The index of each key, -1 where there is none: int32 [N, 2], window and extra rows, of which one at most is there.
-
-    key: [N, 1]. first, last: which keys are the set's; lists: its indices, less what `first` adds; rows: how many it has.
+    A tile holds keys of one set, so what differs between the sets is chosen once for all of them.
     """
-    index = tl.load(lists + (key - first), mask=(key >= first) & (key < last), other=-1)
-    return tl.where(index < rows, index, -1)
+    window_list, extra_list, window_keys, extra_keys, window_tiles, last = finding
+    is_extra = tile >= window_tiles
+    at = (tile - tl.where(is_extra, window_tiles, 0)) * TILE + lane
+    keys = tl.where(tile < last, tl.where(is_extra, extra_keys, window_keys), 0)
+    return tl.load(tl.where(is_extra, extra_list, window_list) + at, mask=at < keys, other=-1)
 
 
 @triton.jit
@@ -80,32 +105,38 @@ def _divide(n, magic, shift):
 
 
 @triton.jit
-def _locate(index, pages, stride, size, magic, shift, ROW: tl.constexpr):
-    """Addresses int64 [N] of each key's row and of its scales, 0 where it has none. One key a thread: both sets, added up."""
-    live = index >= 0
+def _locate(tile, lane, index, locating, TILE: tl.constexpr, ROW: tl.constexpr):
+    """Addresses int64 [N] of each key's row, 0 where it has none, and of its scales."""
+    window, extra, window_tiles = locating
+    is_extra = tile >= window_tiles
+    at = (tile - tl.where(is_extra, window_tiles, 0)) * TILE + lane
+    length = tl.where(is_extra, extra[0], window[0])
+    rows = tl.where(is_extra, extra[1], window[1])
+    pages = tl.where(is_extra, extra[2], window[2])
+    stride = tl.where(is_extra, extra[3], window[3])
+    size = tl.where(is_extra, extra[4], window[4])
+    magic = tl.where(is_extra, extra[5], window[5])
+    shift = tl.where(is_extra, extra[6], window[6])
+    live = (at < length) & (index >= 0) & (index < rows)
     i = tl.where(live, index, 0)
     page = _divide(i, magic, shift)
     place = i - page * size
     start = pages + page.to(tl.int64) * stride
-    row = tl.sum(tl.where(live, start + place * ROW, 0), 1)
-    tail = tl.sum(tl.where(live, start + size * 576 + place * 8, 0), 1)
-    return row, tail
+    return tl.where(live, start + place * ROW, 0), start + (size * 576 + place * 8)
 
 
 @triton.jit
 def _load_fp8(row, tail, ALIGN: tl.constexpr):
-    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int64 [N], rope values bfloat16 [N, 8, 8]."""
+    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int64 [N], words of rope values int32 [N, 2, 16]."""
     live = row != 0
     group = tl.arange(0, 8)[None, :, None]
     at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + group * 16
     x = tl.load(at + tl.arange(0, 16)[None, None, :], mask=live[:, None, None] & (group < 7), other=0)
-    # 8 bytes that stand on multiples of 4
     tail_ptr = tail.to(tl.pointer_type(tl.int32))
     low = tl.load(tail_ptr, mask=live, other=0x70707070).to(tl.int64) & 0xFFFFFFFF
     scales = low | (tl.load(tail_ptr + 1, mask=live, other=0x70707070).to(tl.int64) << 32)
-    # 4 bytes a lane: wider loads would lay rows out otherwise
-    rope_ptr = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 4)[:, None, None] + 224 + group * 8
-    return x, scales, tl.load(rope_ptr + tl.arange(0, 8)[None, None, :], mask=live[:, None, None], other=0.0)
+    at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + (112 + 16 * tl.arange(0, 2)[None, :, None])
+    return x, scales, tl.load(at + tl.arange(0, 16)[None, None, :], mask=live[:, None, None], other=0)
 
 
 @triton.jit
@@ -118,16 +149,11 @@ def _load_plain(row, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    v0, v1, v2, v3, rope, q0, q1, q2, q3, q_rope, live, scale_log2, low, sums, a0, a1, a2, a3, a_rope,
-    FP8: tl.constexpr, DOT: tl.constexpr, ROPE_DOT: tl.constexpr,
-):  # fmt: skip
+def _attend(v0, v1, v2, v3, q0, q1, q2, q3, live, scale_log2, low, sums, a0, a1, a2, a3, DOT: tl.constexpr):
     """One tile: scores, softmax, weighted sums. The weights are 2**14 at most, so float16 holds 2**-38 of the largest."""
     # sums of their own, each times the scale: in one sum 32 products would wait for each other
     score = tl.dot(v0, q0) * scale_log2 + tl.dot(v1, q1) * scale_log2  # [BLOCK_N, BLOCK_H]
     score += tl.dot(v2, q2) * scale_log2 + tl.dot(v3, q3) * scale_log2
-    if FP8:
-        score += tl.dot(rope, q_rope) * scale_log2
     score = tl.where(live[:, None], score, float("-inf"))
     new_low = tl.maximum(low, tl.max(score, 0) - 14.0)
     # a tile without a live key must not make inf - inf
@@ -141,9 +167,13 @@ def _attend(
     a1 = tl.dot(tl.trans(v1), weight, a1 * fade[None, :])
     a2 = tl.dot(tl.trans(v2), weight, a2 * fade[None, :])
     a3 = tl.dot(tl.trans(v3), weight, a3 * fade[None, :])
-    if FP8:
-        a_rope = tl.dot(tl.trans(rope), p.to(ROPE_DOT), a_rope * fade[None, :])
-    return new_low, sums, a0, a1, a2, a3, a_rope
+    return new_low, sums, a0, a1, a2, a3
+
+
+@triton.jit
+def _rope_channel(i, QUARTER: tl.constexpr):
+    """The channel that place 112 + i of a quarter holds."""
+    return 448 + (QUARTER % 2) * 32 + QUARTER // 2 + 2 * i
 
 
 @triton.jit
@@ -153,81 +183,92 @@ def _load_q(ptr, row, mask, FP8: tl.constexpr, PACKED: tl.constexpr):
     PACKED: the four bfloat16 of a word of codes in one load.
     """
     i = tl.arange(0, 128)[:, None]
-    mask = mask[None, :] & (i < (112 if FP8 else 128))
-    if PACKED:
-        words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, mask=mask, other=0)
-        q0, q1, q2, q3 = _short(words), _short(words >> 16), _short(words >> 32), _short(words >> 48)
+    at = ptr + row[None, :] * 512
+    if FP8:
+        coded = mask[None, :] & (i < 112)
+        last = mask[None, :] & (i >= 112)
+        if PACKED:
+            words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, mask=coded, other=0)
+            q0, q1, q2, q3 = low_half(words), low_half(words >> 16), low_half(words >> 32), low_half(words >> 48)
+        else:
+            q0, q1 = tl.load(at + 4 * i, mask=coded, other=0.0), tl.load(at + 4 * i + 1, mask=coded, other=0.0)
+            q2, q3 = tl.load(at + 4 * i + 2, mask=coded, other=0.0), tl.load(at + 4 * i + 3, mask=coded, other=0.0)
+        i -= 112
+        q0 += tl.load(at + _rope_channel(i, 0), mask=last, other=0.0)
+        q1 += tl.load(at + _rope_channel(i, 1), mask=last, other=0.0)
+        q2 += tl.load(at + _rope_channel(i, 2), mask=last, other=0.0)
+        q3 += tl.load(at + _rope_channel(i, 3), mask=last, other=0.0)
     else:
-        FIRST: tl.constexpr = 4 if FP8 else 1
-        STEP: tl.constexpr = 1 if FP8 else 128
-        at = ptr + row[None, :] * 512 + FIRST * i
-        q0, q1 = tl.load(at, mask=mask, other=0.0), tl.load(at + STEP, mask=mask, other=0.0)
-        q2, q3 = tl.load(at + 2 * STEP, mask=mask, other=0.0), tl.load(at + 3 * STEP, mask=mask, other=0.0)
+        at += i
+        q0, q1 = tl.load(at, mask=mask[None, :], other=0.0), tl.load(at + 128, mask=mask[None, :], other=0.0)
+        q2, q3 = tl.load(at + 256, mask=mask[None, :], other=0.0), tl.load(at + 384, mask=mask[None, :], other=0.0)
     return q0, q1, q2, q3
 
 
 @triton.jit
-def _short(x):
-    return (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def _in_bfloat16(
-    q_ptr, q_row, head_live, q_rope, finding, locating, begin, end, scale_log2, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr
-):
+    q_ptr, q_row, head_live, finding, locating, first, last, scale_log2, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """A program's whole work again, over any rows. Tiles of 32: larger ones would spill, and time does not matter here."""
     N: tl.constexpr = 32
-    first, last, lists, rows = finding
-    pages, stride, size, magic, shift = locating
-    lane = tl.arange(0, N)[:, None]
     low = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sums = tl.zeros([N, BLOCK_H], tl.float32)
     a0 = tl.zeros([128, BLOCK_H], tl.float32)
     a1 = tl.zeros([128, BLOCK_H], tl.float32)
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
-    a_rope = tl.zeros([64, BLOCK_H], tl.float32)
-    row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, 576)
-    live = row != 0
-    x, scales, rope = _load_fp8(row, tail, ALIGN)
-    for n in range(begin, end, N):
-        v0, v1, v2, v3 = _quarters(x, scales, "bfloat16", N)
+    for n in range(first * (TILE // N), last * (TILE // N)):
+        tile = n // (TILE // N)
+        lane = (n % (TILE // N)) * N + tl.arange(0, N)
+        row, tail = _locate(tile, lane, _find(tile, lane, finding, TILE), locating, TILE, 576)
+        x, scales, rope = _load_fp8(row, tail, ALIGN)
+        v0, v1, v2, v3 = _quarters(x, scales, rope, "bfloat16", N)
         # read again for each tile: kept, they would double what q takes of shared memory
         q0, q1, q2, q3 = _load_q(q_ptr, q_row, head_live, True, False)
-        low, sums, a0, a1, a2, a3, a_rope = _attend(
-            v0, v1, v2, v3, tl.reshape(rope, (N, 64)), q0, q1, q2, q3, q_rope, live, scale_log2, low, sums,
-            a0, a1, a2, a3, a_rope, True, tl.bfloat16, tl.bfloat16,
-        )  # fmt: skip
-        index = _find(n + N + lane, first, last, lists, rows)
-        row, tail = _locate(index, pages, stride, size, magic, shift, 576)
-        live = row != 0
-        x, scales, rope = _load_fp8(row, tail, ALIGN)
-    return low, tl.sum(sums, 0), a0, a1, a2, a3, a_rope
+        low, sums, a0, a1, a2, a3 = _attend(
+            v0, v1, v2, v3, q0, q1, q2, q3, row != 0, scale_log2, low, sums, a0, a1, a2, a3, tl.bfloat16
+        )
+    return low, tl.sum(sums, 0), a0, a1, a2, a3
 
 
 @triton.jit
 def _bits(x, TYPE: tl.constexpr):
-    return x.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int64)
+    return x.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
-def _store(ptr, row, mask, a0, a1, a2, a3, a_rope, TYPE: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr):
-    """The inverse of `_load_q`, with the rope values beside; values of 16 bits, unless interpreted."""
+def _store(ptr, row, mask, a0, a1, a2, a3, TYPE: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr):
+    """The inverse of `_load_q`; values of 16 bits, unless interpreted."""
     i = tl.arange(0, 128)[:, None]
     at = ptr + row[None, :] * 512
-    seen = mask[None, :] & (i < (112 if FP8 else 128))
-    if FP8 and not INTERPRET:
-        packed = _bits(a0, TYPE) | (_bits(a1, TYPE) << 16) | (_bits(a2, TYPE) << 32) | (_bits(a3, TYPE) << 48)
-        tl.store(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, packed, mask=seen)
-    else:
-        FIRST: tl.constexpr = 4 if FP8 else 1
-        STEP: tl.constexpr = 1 if FP8 else 128
-        tl.store(at + FIRST * i, a0.to(TYPE), mask=seen)
-        tl.store(at + FIRST * i + STEP, a1.to(TYPE), mask=seen)
-        tl.store(at + FIRST * i + 2 * STEP, a2.to(TYPE), mask=seen)
-        tl.store(at + FIRST * i + 3 * STEP, a3.to(TYPE), mask=seen)
     if FP8:
-        tl.store(at + 448 + tl.arange(0, 64)[:, None], a_rope.to(TYPE), mask=mask[None, :])
+        seen = mask[None, :] & (i < 112)
+        last = mask[None, :] & (i >= 112)
+        if INTERPRET:
+            tl.store(at + 4 * i, a0.to(TYPE), mask=seen)
+            tl.store(at + 4 * i + 1, a1.to(TYPE), mask=seen)
+            tl.store(at + 4 * i + 2, a2.to(TYPE), mask=seen)
+            tl.store(at + 4 * i + 3, a3.to(TYPE), mask=seen)
+            i -= 112
+            tl.store(at + _rope_channel(i, 0), a0.to(TYPE), mask=last)
+            tl.store(at + _rope_channel(i, 1), a1.to(TYPE), mask=last)
+            tl.store(at + _rope_channel(i, 2), a2.to(TYPE), mask=last)
+            tl.store(at + _rope_channel(i, 3), a3.to(TYPE), mask=last)
+        else:
+            b0, b1, b2, b3 = _bits(a0, TYPE), _bits(a1, TYPE), _bits(a2, TYPE), _bits(a3, TYPE)
+            packed = (b0 | (b1 << 16)).to(tl.int64) & 0xFFFFFFFF
+            packed |= (b2 | (b3 << 16)).to(tl.int64) << 32
+            tl.store(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, packed, mask=seen)
+            words = ptr.to(tl.pointer_type(tl.int32)) + row[None, :] * 256 + (112 + i)
+            tl.store(words, b0 | (b2 << 16), mask=last)
+            tl.store(words + 16, b1 | (b3 << 16), mask=last)
+    else:
+        at += i
+        tl.store(at, a0.to(TYPE), mask=mask[None, :])
+        tl.store(at + 128, a1.to(TYPE), mask=mask[None, :])
+        tl.store(at + 256, a2.to(TYPE), mask=mask[None, :])
+        tl.store(at + 384, a3.to(TYPE), mask=mask[None, :])
 
 
 @triton.jit(
@@ -284,89 +325,80 @@ def split_kernel(
     BF16: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    window_len = tl.minimum(tl.maximum(tl.load(window_lens_ptr + t), 0), window_keys)
-    extra_len = tl.minimum(tl.maximum(tl.load(extra_lens_ptr + t), 0), extra_keys)
-    keys = window_len + extra_len
-    # deterministic: the cut depends on the row alone, not on how many programs the batch wants
-    per = split_keys if split_keys > 0 else _divide(keys + splits - 1, splits_magic, splits_shift)
+    window_len, extra_len = tl.load(window_lens_ptr + t), tl.load(extra_lens_ptr + t)
+    # cut by widths: indices need not wait for the lengths
+    window_tiles = tl.cdiv(window_keys, BLOCK_N)
+    tiles = window_tiles + tl.cdiv(extra_keys, BLOCK_N)
+    per = split_keys // BLOCK_N if split_keys > 0 else _divide(tiles + splits - 1, splits_magic, splits_shift)
     begin = part * per
-    end = tl.minimum(begin + per, keys)
-
-    # [1, 2]: what differs between window and extra rows
-    is_extra = tl.arange(0, 2)[None, :] == 1
-    first = tl.where(is_extra, window_len, 0)
-    last = tl.minimum(tl.where(is_extra, keys, window_len), end)
-    lists = tl.where(is_extra, extra_indices_ptr + t * extra_keys, window_indices_ptr + t * window_keys)
-    rows = tl.where(is_extra, extra_rows, window_rows)
-    pages = tl.where(is_extra, extra_ptr.to(tl.int64), window_ptr.to(tl.int64))
-    stride = tl.where(is_extra, extra_stride, window_stride).to(tl.int64) * 4
-    size = tl.where(is_extra, extra_page, window_page)
-    magic = tl.where(is_extra, extra_magic, window_magic)
-    shift = tl.where(is_extra, extra_shift, window_shift)
+    end = tl.minimum(begin + per, tiles)
+    window_list, extra_list = window_indices_ptr + t * window_keys, extra_indices_ptr + t * extra_keys
+    finding = (window_list, extra_list, window_keys, extra_keys, window_tiles, end)
+    # length, rows, address, page stride in bytes, page size and how to divide by it
+    window = (
+        tl.minimum(window_len, window_keys), window_rows, window_ptr.to(tl.int64), window_stride.to(tl.int64) * 4,
+        window_page, window_magic, window_shift,
+    )  # fmt: skip
+    extra = (
+        tl.minimum(extra_len, extra_keys), extra_rows, extra_ptr.to(tl.int64), extra_stride.to(tl.int64) * 4,
+        extra_page, extra_magic, extra_shift,
+    )  # fmt: skip
+    locating = (window, extra, window_tiles)
     ROW: tl.constexpr = 576 if FP8 else 1024
 
-    lane = tl.arange(0, BLOCK_N)[:, None]
+    lane = tl.arange(0, BLOCK_N)
     # the rows of a tile are asked for while the tile before is multiplied, their indices one tile earlier
-    row, tail = _locate(_find(begin + lane, first, last, lists, rows), pages, stride, size, magic, shift, ROW)
+    row, tail = _locate(begin, lane, _find(begin, lane, finding, BLOCK_N), locating, BLOCK_N, ROW)
     live = row != 0
     if FP8:
         x, scales, rope = _load_fp8(row, tail, ALIGN)
     else:
         x0, x1, x2, x3 = _load_plain(row, ALIGN)
-    index = _find(begin + BLOCK_N + lane, first, last, lists, rows)
+    index = _find(begin + 1, lane, finding, BLOCK_N)
 
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < H
     q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8, FP8 and not INTERPRET)
-    q_rope = tl.load(
-        q_ptr + (t * H + head)[None, :] * 512 + 448 + tl.arange(0, 64)[:, None], mask=head_live[None, :], other=0.0
-    )
     low = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     a0 = tl.zeros([128, BLOCK_H], tl.float32)
     a1 = tl.zeros([128, BLOCK_H], tl.float32)
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
-    a_rope = tl.zeros([64, BLOCK_H], tl.float32)
     if FP8:
         h0, h1, h2, h3 = q0.to(F16), q1.to(F16), q2.to(F16), q3.to(F16)
+        # before the loop: it fills the wait for the first rows
         q_top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
-        odd = _is_odd(scales)
-        for n in range(begin, end, BLOCK_N):
+        q_top = tl.max(tl.max(q_top.to(tl.float32), 0), 0)
+        for n in range(begin, end):
             now = live
-            v0, v1, v2, v3 = _quarters(x, scales, FORM, BLOCK_N)
-            v_rope = tl.reshape(rope, (BLOCK_N, 64)).to(BF16)
-            odd |= _is_odd(scales)
-            row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            v0, v1, v2, v3 = _quarters(x, scales, rope, FORM, BLOCK_N)
+            row, tail = _locate(n + 1, lane, index, locating, BLOCK_N, ROW)
             live = row != 0
             x, scales, rope = _load_fp8(row, tail, ALIGN)
-            index = _find(n + 2 * BLOCK_N + lane, first, last, lists, rows)
-            low, sums, a0, a1, a2, a3, a_rope = _attend(
-                v0, v1, v2, v3, v_rope, h0, h1, h2, h3, q_rope, now, scale_log2, low, sums, a0, a1, a2, a3, a_rope,
-                FP8, F16, BF16,
-            )  # fmt: skip
+            index = _find(n + 2, lane, finding, BLOCK_N)
+            low, sums, a0, a1, a2, a3 = _attend(v0, v1, v2, v3, h0, h1, h2, h3, now, scale_log2, low, sums, a0, a1, a2, a3, F16)
         total = tl.sum(sums, 0)
         if not INTERPRET:
-            top = tl.max(tl.max(q_top.to(tl.float32), 0), 0)
-            wild = (tl.max((odd != 0).to(tl.int32), 0) != 0) | (top >= 32768.0) | (top < 0.00390625)
+            wild = (tl.max((total != total).to(tl.int32), 0) != 0) | (q_top >= 32768.0) | (q_top < 0.00390625)
             if wild:
-                low, total, a0, a1, a2, a3, a_rope = _in_bfloat16(
-                    q_ptr, t * H + head, head_live, q_rope, (first, last, lists, rows), (pages, stride, size, magic, shift),
-                    begin, end, scale_log2, ALIGN, BLOCK_H,
+                low, total, a0, a1, a2, a3 = _in_bfloat16(
+                    q_ptr, t * H + head, head_live, finding, locating, begin, end, scale_log2, ALIGN, BLOCK_H, BLOCK_N
                 )  # fmt: skip
     else:
-        for n in range(begin, end, BLOCK_N):
+        for n in range(begin, end):
             now = live
             v0, v1, v2, v3 = x0, x1, x2, x3
-            row, tail = _locate(index, pages, stride, size, magic, shift, ROW)
+            row, tail = _locate(n + 1, lane, index, locating, BLOCK_N, ROW)
             live = row != 0
             x0, x1, x2, x3 = _load_plain(row, ALIGN)
-            index = _find(n + 2 * BLOCK_N + lane, first, last, lists, rows)
-            low, sums, a0, a1, a2, a3, a_rope = _attend(
-                v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), v0, q0, q1, q2, q3, q_rope, now, scale_log2, low, sums,
-                a0, a1, a2, a3, a_rope, FP8, BF16, BF16,
+            index = _find(n + 2, lane, finding, BLOCK_N)
+            low, sums, a0, a1, a2, a3 = _attend(
+                v0.to(BF16), v1.to(BF16), v2.to(BF16), v3.to(BF16), q0, q1, q2, q3, now, scale_log2, low, sums,
+                a0, a1, a2, a3, BF16,
             )  # fmt: skip
         total = tl.sum(sums, 0)
 
@@ -374,15 +406,12 @@ def split_kernel(
     lse_log2 = tl.where(total == 0, float("-inf"), low + tl.log2(some))
     if SPLIT:
         # a power of two brings the largest channel to 2**14, so float16 holds any row; the merge takes it back
-        top = tl.max(tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3))), 0)
-        top = tl.maximum(top, tl.max(tl.abs(a_rope), 0)) / some  # [BLOCK_H]
+        top = tl.max(tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3))), 0) / some  # [BLOCK_H]
         field = tl.minimum(tl.maximum(268 - ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF), 1), 253)
         factor = ((field << 23).to(tl.float32, bitcast=True) / some)[None, :]
         at = (t * splits + part) * H + head
         HALF: tl.constexpr = tl.float16
-        _store(
-            part_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, a_rope * factor, HALF, FP8, INTERPRET
-        )
+        _store(part_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, HALF, FP8, INTERPRET)
         tl.store(part_unit_ptr + at, ((254 - field) << 23).to(tl.float32, bitcast=True), mask=head_live)
         tl.store(part_lse_ptr + at, lse_log2, mask=head_live)
     else:
@@ -399,9 +428,7 @@ def split_kernel(
             factor = fade / tl.where(total == 0, 1.0, total)
         factor = factor[None, :]
         at = t * H + head
-        _store(
-            out_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, a_rope * factor, BF16, FP8, INTERPRET
-        )
+        _store(out_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, BF16, FP8, INTERPRET)
 
 
 def launch(
@@ -506,11 +533,12 @@ def _launch_split(
         ALIGN=config.align,
         BLOCK_H=config.block_h,
         BLOCK_N=config.block_n,
-        PDL=config.pdl and splits > 1,
+        PDL=config.pdl,
         FORM=("convert" if config.convert else "place") if q.is_cuda else "interpreted",
         num_warps=config.num_warps,
         # the next tile waits in registers: two stages would copy it through cp.async into the shared memory of a second program
         num_stages=1,
+        **({"launch_pdl": True} if config.pdl else {}),
     )
 
 
@@ -539,5 +567,5 @@ def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tup
         ("window_stride", "extra_stride"), "i32:16" if config.align == 16 else "i32"
     )
     constants = {"FP8": fmt == "fp8_584", "HAS_SINK": True, "HAS_LSE": lse, "SPLIT": config.splits > 1, "ALIGN": config.align}
-    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PDL": config.pdl and config.splits > 1}
+    constants |= {"BLOCK_H": config.block_h, "BLOCK_N": config.block_n, "PDL": config.pdl}
     return types, constants | {"FORM": "convert" if config.convert else "place"}

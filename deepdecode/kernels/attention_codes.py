@@ -129,6 +129,44 @@ def place_bfloat16(x, scale):
 
 
 @triton.jit
+def low_half(x):
+    """The bfloat16 in the lower half of a word."""
+    return (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def narrow(x):
+    """int32 of two bfloat16 -> the lower and the upper one in float16, NaN for what float16 does not hold.
+
+    Products with 0 are added: infinity times 0 is NaN.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, z;
+        .reg .f32 c, d, e, f;
+        mov.b32 z, 0;
+        shl.b32 a, $2, 16;
+        shl.b32 b, $3, 16;
+        mov.b32 c, a;
+        mov.b32 d, b;
+        and.b32 a, $2, 0xffff0000;
+        and.b32 b, $3, 0xffff0000;
+        mov.b32 e, a;
+        mov.b32 f, b;
+        cvt.rn.f16x2.f32 a, d, c;
+        cvt.rn.f16x2.f32 b, f, e;
+        fma.rn.f16x2 $0, a, z, a;
+        fma.rn.f16x2 $1, b, z, b;
+        }""",
+        "=r,=r,r,r",
+        [x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def interpreted(word, byte: tl.constexpr, scale):
     """One code of a word, placed in float32: for the interpreter, which knows no inline assembly."""
     code = (word >> (8 * byte)) & 0xFF

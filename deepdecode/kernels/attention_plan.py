@@ -334,9 +334,12 @@ def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
     wanted = {"narrow": case.H <= 16, "wide": case.H > 16, "mma": True}
     able = [s for s in fitting if wanted[s.kernel] and s.block_h < 2 * max(8, case.H)] or fitting
     shape = min(able, key=lambda s: (s.kernel == "mma", predict(s, 1, one, card)))
-    tiles = max(1, math.ceil(case.keys / shape.block_n))
+    tiles = math.ceil(case.keys / shape.block_n)
+    if shape.kernel == "mma":
+        # its tiles hold keys of one set
+        tiles = math.ceil(case.window_keys / shape.block_n) + math.ceil(case.extra_keys / shape.block_n)
     each = max(2, math.ceil(tiles / 16))
-    return _config(shape, math.ceil(tiles / each), each * shape.block_n, case, card)
+    return _config(shape, max(1, math.ceil(tiles / each)), each * shape.block_n, case, card)
 
 
 def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) -> Config:
