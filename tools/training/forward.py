@@ -10,7 +10,7 @@ so that nothing else is moved by it, and the choice passes no gradient.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,19 @@ import torch.nn.functional as F
 from deepdecode.config import ModelConfig
 from deepdecode.ops._check import wide
 from deepdecode.ops.gate import score_ref, weigh_ref
-from deepdecode.ops.mhc import mhc_head_ref, mhc_post_ref, mhc_pre_ref
+from deepdecode.ops.mhc import mhc_head_ref, mhc_post_ref, mix_ref, sinkhorn_ref
 from deepdecode.ops.moe import swiglu_ref
 from deepdecode.ops.norm import head_norm_ref, rms_norm_ref
 from deepdecode.ops.rope import frequencies
 
+if torch.cuda.is_available():
+    from training.sinkhorn import sinkhorn
+else:
+    sinkhorn = sinkhorn_ref
+
 Tensor = torch.Tensor
 Params = dict[str, Tensor]
-# layer of the MTP block, in names and among the blocks
+# how the names of the MTP block begin
 DRAFT = "mtp.0."
 
 
@@ -93,9 +98,9 @@ def index_scores(p: Params, x: Tensor, q_latent: Tensor, turns: tuple[Tensor, Te
     Query and keys go without the Hadamard rotation, which cancels in their product.
     """
     heads, width = config.index_heads, config.index_head_dim
-    q = _turn((q_latent @ p["attn.indexer.wq_b.weight"].mT).unflatten(-1, (heads, width)), turns)
-    keys = _entries(p, "attn.indexer.compressor.", x, turns, config, 4)
-    weights = wide(x @ p["attn.indexer.weights_proj.weight"].mT) * (width**-0.5 * heads**-0.5)
+    q = _turn((q_latent @ p["indexer.wq_b.weight"].mT).unflatten(-1, (heads, width)), turns)
+    keys = _entries(p, "indexer.compressor.", x, turns, config, 4)
+    weights = wide(x @ p["indexer.weights_proj.weight"].mT) * (width**-0.5 * heads**-0.5)
     dots = q.flatten(1, 2) @ keys.mT
     return (wide(dots).unflatten(1, (-1, heads)).relu() * weights[..., None]).sum(dim=2)
 
@@ -125,10 +130,10 @@ def attention(
     """
     B, S, _ = x.shape
     H, D, W, device, inner = config.num_heads, config.head_dim, config.window, x.device, wide(x).dtype
-    q_latent = _norm(x @ p["attn.wq_a.weight"].mT, p["attn.q_norm.weight"], config.norm_eps)
-    q = (q_latent @ p["attn.wq_b.weight"].mT).unflatten(-1, (H, D))
+    q_latent = _norm(x @ p["wq_a.weight"].mT, p["q_norm.weight"], config.norm_eps)
+    q = (q_latent @ p["wq_b.weight"].mT).unflatten(-1, (H, D))
     q = _turn(head_norm_ref(wide(q), config.norm_eps).to(x.dtype), turns)
-    kv = _turn(_norm(x @ p["attn.wkv.weight"].mT, p["attn.kv_norm.weight"], config.norm_eps), turns)
+    kv = _turn(_norm(x @ p["wkv.weight"].mT, p["kv_norm.weight"], config.norm_eps), turns)
 
     # the window by chunks of queries, which see their own chunk and the one before
     chunks = -(-S // W)
@@ -141,10 +146,10 @@ def attention(
     seen = seen & ((key >= 0) | (torch.arange(chunks, device=device) > 0)[:, None, None])  # [chunks, W, 2W]
     logits = logits.masked_fill(~seen[None, :, :, None], float("-inf")).flatten(1, 2)[:, :S]
 
-    sink = p["attn.attn_sink"].to(inner).view(1, 1, H, 1).expand(B, S, H, 1)
+    sink = p["attn_sink"].to(inner).view(1, 1, H, 1).expand(B, S, H, 1)
     kl, chosen = x.new_zeros((), dtype=inner), None
     if ratio:
-        entries = _entries(p, "attn.compressor.", x, turns, config, ratio)
+        entries = _entries(p, "compressor.", x, turns, config, ratio)
         N = entries.shape[1]
         far = _logits(q.flatten(1, 2), entries, D**-0.5).unflatten(1, (S, H))  # [B, S, H, N]
         done = (torch.arange(S, device=device) + 1) // ratio
@@ -164,8 +169,8 @@ def attention(
 
     groups = config.o_groups
     o = _turn(out, turns, inverse=True).reshape(B, S, groups, -1)
-    wo_a = p["attn.wo_a.weight"].unflatten(0, (groups, -1))
-    return torch.einsum("bsgi,goi->bsgo", o, wo_a).flatten(2) @ p["attn.wo_b.weight"].mT, kl, chosen
+    wo_a = p["wo_a.weight"].unflatten(0, (groups, -1))
+    return torch.einsum("bsgi,goi->bsgo", o, wo_a).flatten(2) @ p["wo_b.weight"].mT, kl, chosen
 
 
 def index_loss(scores: Tensor, logits: Tensor, visible: Tensor) -> Tensor:
@@ -186,55 +191,39 @@ def index_loss(scores: Tensor, logits: Tensor, visible: Tensor) -> Tensor:
 def experts(p: Params, x: Tensor, tokens: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Routed and shared experts of x [T, C], and how often each expert was taken [E]."""
     inner = wide(x)
-    scores = score_ref(inner, p["ffn.gate.weight"].to(inner.dtype))
-    if "ffn.gate.tid2eid" in p:
-        ids = p["ffn.gate.tid2eid"][tokens].long()
+    scores = score_ref(inner, p["gate.weight"].to(inner.dtype))
+    if "gate.tid2eid" in p:
+        ids = p["gate.tid2eid"][tokens].long()
     else:
-        ids = (scores.detach() + p["ffn.gate.bias"].to(inner.dtype)).topk(config.experts_per_token, dim=-1).indices
+        ids = (scores.detach() + p["gate.bias"].to(inner.dtype)).topk(config.experts_per_token, dim=-1).indices
     share = torch.zeros_like(scores).scatter(1, ids, weigh_ref(scores, ids, config.routed_scale))
 
     def product(w: str) -> Tensor:
-        return wide(x @ p[f"ffn.experts.{w}.weight"].flatten(0, 1).mT).unflatten(-1, (config.num_experts, -1))
+        return wide(x @ p[f"experts.{w}.weight"].flatten(0, 1).mT).unflatten(-1, (config.num_experts, -1))
 
     hidden = swiglu_ref(product("w1"), product("w3"), config.swiglu_limit) * share[..., None]
-    y = hidden.to(x.dtype).flatten(1) @ p["ffn.experts.w2.weight"].transpose(1, 2).flatten(0, 1)
-    gate, up = (wide(x @ p[f"ffn.shared_experts.{w}.weight"].mT) for w in ("w1", "w3"))
-    y = y + swiglu_ref(gate, up, config.swiglu_limit).to(x.dtype) @ p["ffn.shared_experts.w2.weight"].mT
+    y = hidden.to(x.dtype).flatten(1) @ p["experts.w2.weight"].transpose(1, 2).flatten(0, 1)
+    gate, up = (wide(x @ p[f"shared_experts.{w}.weight"].mT) for w in ("w1", "w3"))
+    y = y + swiglu_ref(gate, up, config.swiglu_limit).to(x.dtype) @ p["shared_experts.w2.weight"].mT
     return y, torch.zeros_like(scores[0]).index_add(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=scores.dtype))
 
 
-def block(
-    p: Params,
-    streams: Tensor,
-    tokens: Tensor,
-    turns: tuple[Tensor, Tensor],
-    *,
-    config: ModelConfig,
-    ratio: int,
-    topk: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One layer of the streams [B, S, 4, C]: the new streams, the indexer's loss, the experts' loads, the entries attended."""
-    B, S = tokens.shape
-    flat = streams.flatten(0, 1)
+def read(site: tuple[Tensor, Tensor, Tensor], norm: Tensor, flat: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """What a sublayer takes from the streams [T, 4, C], normed [T, C], and the gates that `write` needs."""
+    inner = wide(flat)
+    fn, base, scale = (t.to(inner.dtype) for t in site)
+    m = mix_ref(inner, fn, config.norm_eps)
+    gates = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + config.hc_eps
+    post = 2 * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
+    comb = sinkhorn((m[:, 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4)), config.hc_iters, config.hc_eps)
+    x = torch.einsum("tj,tjc->tc", gates, inner).to(flat.dtype)
+    return _norm(x, norm, config.norm_eps), post, comb
 
-    def read(site: str, norm: str) -> tuple[Tensor, Tensor, Tensor]:
-        inner = wide(flat)
-        fn, base, scale = (p[f"{site}_{part}"].to(inner.dtype) for part in ("fn", "base", "scale"))
-        x, post, comb = mhc_pre_ref(inner, fn, base, scale, config.norm_eps, config.hc_eps, config.hc_iters)
-        return _norm(x.to(flat.dtype), p[norm], config.norm_eps), post, comb
 
-    def write(y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        y = F.dropout(y, dropout) if dropout else y
-        return mhc_post_ref(wide(y), wide(flat), post, comb).to(flat.dtype)
-
-    x, post, comb = read("hc_attn", "attn_norm.weight")
-    y, kl, chosen = attention(p, x.unflatten(0, (B, S)), turns, config, ratio, topk)
-    flat = write(y.flatten(0, 1), post, comb)
-    x, post, comb = read("hc_ffn", "ffn_norm.weight")
-    y, loads = experts(p, x, tokens.flatten(), config)
-    flat = write(y, post, comb)
-    return flat.unflatten(0, (B, S)), kl, loads, chosen
+def write(y: Tensor, flat: Tensor, post: Tensor, comb: Tensor, dropout: float) -> Tensor:
+    """The streams with a sublayer's output y [T, C] in them."""
+    y = F.dropout(y, dropout) if dropout else y
+    return mhc_post_ref(wide(y), wide(flat), post, comb).to(flat.dtype)
 
 
 def _head(p: Params, at: str, streams: Tensor, config: ModelConfig) -> Tensor:
@@ -251,15 +240,20 @@ def part(p: Params, at: str) -> Params:
 
 
 class Model:
-    """The blocks of a config, compiled if asked for: once for each kind of layer and shape."""
+    """The parts of a config's layers, compiled if asked for: each once for each kind of layer and shape.
+
+    Parts and not whole layers, since what several layers share is then compiled once for all.
+    """
 
     def __init__(self, config: ModelConfig, *, compiled: bool = False) -> None:
-        self.config = config
-        self._block: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]] = block
+        def part_of(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False, fullgraph=True) if compiled else function
+
         if compiled:
             # kinds of layer, times lengths, times what a run turns on as it goes; the default is 8
             torch._dynamo.config.recompile_limit = 64
-            self._block = torch.compile(block, dynamic=False, fullgraph=True)
+        self.config = config
+        self.read, self.write, self.attention, self.experts = map(part_of, (read, write, attention, experts))
 
     def __call__(
         self, p: Params, tokens: Tensor, *, topk: int | None, dropout: float = 0.0, draft: bool = True, keep: bool = False
@@ -270,14 +264,13 @@ class Model:
         dropout: of the embedding and of every sublayer's output. draft: run the MTP block too. keep: give `chosen`.
         """
         config = self.config
-        run = partial(self._block, config=config, dropout=dropout)
         x = F.embedding(tokens, p["embed.weight"])
-        streams = (F.dropout(x, dropout) if dropout else x).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
+        streams = (F.dropout(x, dropout) if dropout else x).unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
         turns = {r: turns_of(config, r, tokens.shape[1], tokens.device, wide(x).dtype) for r in {0, *config.compress_ratios}}
         kls, loads, kept = [], {}, {}
         for i, ratio in enumerate(config.compress_ratios):
             own = part(p, f"layers.{i}.")
-            streams, kl, load, chosen = run(own, streams, tokens, turns[ratio], ratio=ratio, topk=topk if ratio == 4 else None)
+            streams, kl, load, chosen = self._layer(own, streams, tokens, turns[ratio], ratio, topk, dropout)
             if "ffn.gate.bias" in own:
                 loads[f"layers.{i}.ffn.gate.bias"] = load
             if ratio == 4:
@@ -289,9 +282,31 @@ class Model:
         if not draft:
             return Result(logits, None, kl, loads, kept)
         own = part(p, DRAFT)
-        told = _norm(x[:, 1:], own["enorm.weight"], config.norm_eps) @ own["e_proj.weight"].mT
-        seen = _norm(streams[:, :-1], own["hnorm.weight"], config.norm_eps) @ own["h_proj.weight"].mT
-        turns_0 = tuple(t[:-1] for t in turns[0])
-        streams, _, load, _ = run(own, told[:, :, None] + seen, tokens[:, 1:], turns_0, ratio=0, topk=None)
+        # a last row that means nothing, so that shapes are those of the layers
+        told = _norm(x.roll(-1, dims=1), own["enorm.weight"], config.norm_eps) @ own["e_proj.weight"].mT
+        seen = _norm(streams, own["hnorm.weight"], config.norm_eps) @ own["h_proj.weight"].mT
+        streams, _, load, _ = self._layer(own, told[:, :, None] + seen, tokens, turns[0], 0, None, dropout)
         loads[DRAFT + "ffn.gate.bias"] = load
-        return Result(logits, wide(_head(p, DRAFT, streams, config) @ p["head.weight"].mT), kl, loads, kept)
+        guess = wide(_head(p, DRAFT, streams[:, :-1], config) @ p["head.weight"].mT)
+        return Result(logits, guess, kl, loads, kept)
+
+    def _layer(
+        self,
+        p: Params,
+        streams: Tensor,
+        tokens: Tensor,
+        turns: tuple[Tensor, Tensor],
+        ratio: int,
+        topk: int | None,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """One layer of the streams [B, S, 4, C]: they, the indexer's loss, the experts' loads, the entries attended."""
+        shape, flat = tokens.shape, streams.flatten(0, 1)
+        sites = {name: tuple(p[f"hc_{name}_{each}"] for each in ("fn", "base", "scale")) for name in ("attn", "ffn")}
+        x, post, comb = self.read(sites["attn"], p["attn_norm.weight"], flat, self.config)
+        topk = topk if ratio == 4 else None
+        y, kl, chosen = self.attention(part(p, "attn."), x.unflatten(0, shape), turns, self.config, ratio, topk)
+        flat = self.write(y.flatten(0, 1), flat, post, comb, dropout)
+        x, post, comb = self.read(sites["ffn"], p["ffn_norm.weight"], flat, self.config)
+        y, load = self.experts(part(p, "ffn."), x, tokens.flatten(), self.config)
+        return self.write(y, flat, post, comb, dropout).unflatten(0, shape), kl, load, chosen
