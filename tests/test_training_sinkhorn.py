@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-from training import sinkhorn as kernel  # noqa: E402
+from training import sinkhorn as kernel
 
 F32 = 2e-6  # eighty divisions in float32
 
