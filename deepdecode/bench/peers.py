@@ -107,6 +107,17 @@ def sglang_dual(inputs: AttentionInputs, out: torch.Tensor) -> Callable[[], Any]
     return call
 
 
+def sglang_sm120() -> Any:
+    """SGLang's own module of what it decodes with on sm_120, set to its Triton kernel."""
+    variable = types.SimpleNamespace(get=lambda: "triton")
+    values = {"utils.is_hip": lambda: False, "environ.envs": types.SimpleNamespace(SGLANG_SM120_FLASHMLA_BACKEND=variable)}
+    for path, value in values.items():
+        name, attribute = path.split(".")
+        module = types.ModuleType(f"sglang.srt.{name}")
+        setattr(sys.modules.setdefault(module.__name__, module), attribute, value)
+    return _sglang("flash_mla_sm120")
+
+
 def _sglang(name: str) -> Any:
     """A module of sglang.kernels.ops.attention, without the engine that its package would import."""
     add_peers()

@@ -1,0 +1,365 @@
+"""python -m deepdecode.bench.engines: what stands at SGLang's boundaries, called as SGLang calls it, with its own layouts.
+
+Window pages of 256 tokens with SGLang's stride, compressed pages of 64 or 2, windows that run on in their pages, and a last row
+that pads the batch. Each of our hooks runs around SGLang's function (from its wheel, in $DEEPDECODE_PEERS, where there is one),
+is checked against float64, then captured, fed other inputs and replayed, and checked again; and only then timed.
+"""
+
+import argparse
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepdecode.bench import indexer as index_bench
+from deepdecode.bench import peers
+from deepdecode.bench.timing import current_commit, time_graph, write_results
+from deepdecode.kernels.attention_plan import card_of
+from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.mhc import mhc_post_ref, mhc_pre_ref
+from deepdecode.ops.moe import moe_ref
+from deepdecode.testing.experts import random_experts, random_routes
+from deepdecode.testing.index_keys import index_inputs
+from deepdecode.testing.inputs import AttentionInputs, attention_inputs
+from deepdecode.testing.numeric import rel_err
+
+Tensor = torch.Tensor
+DEVICE = "cuda"
+WINDOW, WINDOW_PAGE = 128, 256
+# ratio, keys and page of the compressed set: 512 chosen of any context, 64 at 8k tokens, 1024 at 128k
+SETS = ((0, 0, 64), (4, 512, 64), (128, 64, 2), (128, 1024, 2))
+TOKENS = (1, 8, 16, 64)
+# bfloat16 output; hyper-connections' gates are kept to 16 bits
+MAX_ERR = {"attention": 3e-3, "mhc": 4e-3, "moe": 4e-3}
+OURS = "deepdecode through the hook"
+# as SGLang gives them: V4-Flash at tensor parallelism 8, whose heads FlashMLA wants padded to 64
+OWN_HEADS, PADDED = 8, 64
+HOST_CALLS = 200
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One boundary at one size: `make(seed)` gives the call to measure and a function that says how wrong its result is."""
+
+    row: dict[str, Any]
+    make: Callable[[int], tuple[Callable[[], Any], Callable[[Any], float], list[Tensor]]]
+    limit: float
+    seconds: float = 0.1
+
+
+def attention_cells(with_peers: bool) -> list[Cell]:
+    cells = []
+    for ratio, keys, page in SETS:
+        for T in TOKENS:
+            for heads in (OWN_HEADS, PADDED):
+                row = {"boundary": "flash_mla_with_kvcache_sm120", "ratio": ratio, "T": T, "H": heads, "keys": WINDOW + keys}
+                sizes = (T, heads, keys, page)
+                cells.append(Cell(row | {"implementation": OURS}, _sm120(*sizes, hook=True), MAX_ERR["attention"]))
+                if with_peers and (T in (1, 64) or ratio == 4):
+                    name = "SGLang, triton"
+                    cells.append(Cell(row | {"implementation": name}, _sm120(*sizes, hook=False), MAX_ERR["attention"], 0.03))
+            row = {"boundary": "flash_mla_with_kvcache", "ratio": ratio, "T": T, "H": OWN_HEADS, "keys": WINDOW + keys}
+            row |= {"padded": PADDED}
+            cells.append(Cell(row | {"implementation": OURS}, _flash_mla(T, keys, page, hook=True), MAX_ERR["attention"]))
+            if with_peers and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+                made = _flash_mla(T, keys, page, hook=False)
+                cells.append(Cell(row | {"implementation": "FlashMLA"}, made, MAX_ERR["attention"]))
+    return cells
+
+
+def engine_inputs(T: int, heads: int, keys: int, page: int, seed: int) -> AttentionInputs:
+    """Each token's window runs on over its own two pages; the last of several is padding: slot 0 alone, no compressed entry."""
+    pages = 2 * T + 1
+    made = attention_inputs(
+        T, heads, WINDOW, keys, window_page=WINDOW_PAGE, extra_page=page, rows=max(pages * WINDOW_PAGE, T * keys),
+        device=DEVICE, seed=seed,
+    )  # fmt: skip
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    start = torch.randint(0, 2 * WINDOW_PAGE - WINDOW, (T, 1), generator=generator, device=DEVICE)
+    first = torch.arange(T, device=DEVICE)[:, None] * 2 * WINDOW_PAGE
+    made.window_indices.copy_(first + start + torch.arange(WINDOW, device=DEVICE))
+    if made.extra_indices is not None:
+        made.extra_indices.copy_(made.extra_indices.sort(dim=1).values)
+    if T > 1:
+        made.window_indices[-1], made.window_lens[-1] = -1, 1
+        made.window_indices[-1, 0] = 0
+        if made.extra_indices is not None and made.extra_lens is not None:
+            made.extra_indices[-1], made.extra_lens[-1] = -1, 1
+    return made
+
+
+def _call_of(inputs: AttentionInputs) -> dict[str, Any]:
+    """The keywords of SGLang's backend."""
+    call = {"q": inputs.q.unsqueeze(1), "k_cache": _view(inputs.window), "head_dim_v": 512, "softmax_scale": inputs.scale}
+    call |= {"indices": inputs.window_indices.unsqueeze(1), "topk_length": inputs.window_lens, "attn_sink": inputs.sink}
+    extra = None if inputs.extra is None else _view(inputs.extra)
+    indices = None if inputs.extra_indices is None else inputs.extra_indices.unsqueeze(1)
+    return call | {"extra_k_cache": extra, "extra_indices_in_kvcache": indices, "extra_topk_length": inputs.extra_lens}
+
+
+def _view(rows: Any) -> Tensor:
+    return peers.engine_view(rows).view(torch.float8_e4m3fn)
+
+
+def _attention_judge(inputs: AttentionInputs, heads: int) -> Callable[[Any], float]:
+    def judge(result: Any) -> float:
+        narrow = replace(inputs, q=inputs.q[:, :heads].double())
+        sink = None if inputs.sink is None else inputs.sink[:heads].double()
+        want, _ = sparse_attn_ref(*narrow.args(), sink=sink, scale=inputs.scale)
+        return rel_err(result[0][:, 0, :heads], want)
+
+    return judge
+
+
+def _written(inputs: AttentionInputs) -> list[Tensor]:
+    found = [inputs.q, inputs.window.data, inputs.window_indices, inputs.window_lens, inputs.sink]
+    if inputs.extra is not None:
+        found += [inputs.extra.data, inputs.extra_indices, inputs.extra_lens]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _sm120(T: int, heads: int, keys: int, page: int, *, hook: bool) -> Callable[[int], Any]:
+    def make(seed: int) -> Any:
+        from deepdecode.plugins import sglang_ops
+
+        inputs = engine_inputs(T, heads, keys, page, seed)
+        call = _call_of(inputs)
+        original = _refuse if hook else peers.sglang_sm120().flash_mla_with_kvcache_sm120
+        run = (lambda: sglang_ops.attention_sm120(original, **call)) if hook else (lambda: original(**call))
+        return run, _attention_judge(inputs, heads), _written(inputs)
+
+    return make
+
+
+def _flash_mla(T: int, keys: int, page: int, *, hook: bool) -> Callable[[int], Any]:
+    def make(seed: int) -> Any:
+        from deepdecode.plugins import sglang_ops
+
+        inputs = engine_inputs(T, PADDED, keys, page, seed)
+        # SGLang leaves the padding as it was allocated
+        inputs.q[:, OWN_HEADS:] = 100.0
+        call = _call_of(inputs) | {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": True}
+        layer = types.SimpleNamespace(tp_q_head_num=OWN_HEADS)
+        batch = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: True))
+        if hook:
+            call["tile_scheduler_metadata"] = None
+
+            def attend(*args: Any) -> Any:
+                return sglang_ops.flash_mla(_refuse, **call)
+
+            def run() -> Any:
+                return sglang_ops.with_heads(attend, None, None, None, None, layer, batch)
+        else:
+            peers.add_peers()
+            from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+            call["tile_scheduler_metadata"] = get_mla_metadata()[0]
+            call.pop("is_fp8_kvcache")
+
+            def run() -> Any:
+                return flash_mla_with_kvcache(**call, is_fp8_kvcache=True)
+
+        return run, _attention_judge(inputs, OWN_HEADS), _written(inputs)
+
+    return make
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("the call went to SGLang's own function")
+
+
+def indexer_cells() -> list[Cell]:
+    cells = []
+    for T, entries in ((1, 2048), (16, 2048), (64, 2048), (1, 32768), (16, 32768)):
+        row = {"boundary": "fp8_paged_mqa_logits and topk_transform_paged", "implementation": OURS, "T": T, "entries": entries}
+        cells.append(Cell(row, _indexer(T, entries), index_bench.MAX_GAP))
+    return cells
+
+
+def _indexer(T: int, entries: int) -> Callable[[int], Any]:
+    def make(seed: int) -> Any:
+        from deepdecode.plugins import sglang_ops
+
+        (inputs,) = index_inputs(T, entries, 512, device=DEVICE, seed=seed)
+        # SGLang's page table has a row for each token
+        table = inputs.block_tables[inputs.slots.long()].contiguous()
+        keys = inputs.keys.data.view(-1, 64, 1, 132)
+        out = torch.empty(T, 512, dtype=torch.int32, device=DEVICE)
+        deferred = sglang_ops.Deferred(
+            _refuse, (inputs.index_q[:, None], keys, inputs.index_weights, inputs.lens, table, None, entries, False)
+        )
+
+        def run() -> Tensor:
+            sglang_ops.topk(_refuse, deferred, inputs.lens, table, out, 64)
+            return out
+
+        def judge(result: Tensor) -> float:
+            return index_bench.judge(inputs, result)["gap"]
+
+        return run, judge, [inputs.index_q, inputs.keys.data, inputs.index_weights]
+
+    return make
+
+
+def mhc_cells() -> list[Cell]:
+    rows = ({"boundary": "apply_mhc_post_pre_boundary", "implementation": OURS, "T": T, "C": 4096} for T in TOKENS)
+    return [Cell(row, _mhc(row["T"], row["C"]), MAX_ERR["mhc"]) for row in rows]
+
+
+def _mhc(T: int, C: int) -> Callable[[int], Any]:
+    def make(seed: int) -> Any:
+        from deepdecode.plugins import sglang_ops
+
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=DEVICE)
+
+        y, streams, norm = random(T, C).bfloat16(), random(T, 4, C).bfloat16(), random(C).bfloat16()
+        post, comb = 2 * random(T, 4).sigmoid(), random(T, 4, 4).softmax(-1)
+        fn, scale, base, eps = random(24, 4 * C) / (4 * C) ** 0.5, random(3), random(24), 1e-6
+
+        def run() -> Any:
+            return sglang_ops.mhc_boundary(
+                _refuse, y, streams, post, comb, fn, scale, base, 4, eps, eps, 2.0, 20, norm, eps, fn_transpose=False
+            )
+
+        def judge(result: Any) -> float:
+            wide = mhc_post_ref(y.double(), streams.double(), post.double(), comb.double())
+            x, new_post, new_comb = mhc_pre_ref(wide, fn.double(), base.double(), scale.double(), eps, eps, 20)
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.double()
+            want = (wide, x, new_post, new_comb)
+            return max(rel_err(got, value) for got, value in zip(result[:4], want, strict=True))
+
+        return run, judge, [y, streams, post, comb]
+
+    return make
+
+
+def moe_cells() -> list[Cell]:
+    rows = ({"boundary": "Mxfp4FlashinferCutlassMoEMethod.apply", "implementation": OURS, "T": T} for T in (1, 16))
+    return [Cell(row | {"experts": 256, "width": 256}, _moe(row["T"]), MAX_ERR["moe"]) for row in rows]
+
+
+def _moe(T: int) -> Callable[[int], Any]:
+    """All experts, an eighth of each: weights as SGLang loads them, up above gate, through both of the part's hooks."""
+
+    def make(seed: int) -> Any:
+        from deepdecode.plugins import sglang_ops
+
+        class Combine:
+            def __init__(self, hidden_states: Tensor) -> None:
+                self.hidden_states = hidden_states
+
+        dispatcher = types.ModuleType("sglang.srt.layers.moe.token_dispatcher.standard")
+        dispatcher.StandardCombineInput = Combine  # type: ignore[attr-defined]
+        sys.modules.setdefault(dispatcher.__name__, dispatcher)
+        w = random_experts(256, 4096, 256, 16, device=DEVICE, seed=seed)
+        assert w.w13.scale is not None and w.w2.scale is not None
+        layer = types.SimpleNamespace(
+            w13_weight=w.w13.data.roll(256, dims=1), w13_weight_scale_inv=w.w13.scale.view(torch.uint8).roll(256, dims=1),
+            w2_weight=w.w2.data, w2_weight_scale_inv=w.w2.scale,
+        )  # fmt: skip
+        layer.w13_weight_scale_inv = layer.w13_weight_scale_inv.view(torch.float8_e8m0fnu)
+        config = types.SimpleNamespace(moe_ep_size=1, gemm1_clamp_limit=None, swiglu_limit=10.0)
+        before = types.SimpleNamespace(process_weights_after_loading=lambda layer: None)
+        method = types.SimpleNamespace(moe_runner_config=config, _fp8=before)
+        sglang_ops.moe_load(_refuse, method, layer)
+        x = torch.randn(T, 4096, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).bfloat16()
+        ids, weights = random_routes(T, 256, 6, device=DEVICE, seed=seed)
+        step = types.SimpleNamespace(hidden_states=x, topk_output=types.SimpleNamespace(topk_ids=ids, topk_weights=weights))
+
+        def judge(result: Any) -> float:
+            none = replace(layer._deepdecode_experts, w13=w.w13, w2=w.w2)
+            return rel_err(result.hidden_states, moe_ref(x.double(), ids, weights.double(), none, 10.0))
+
+        return lambda: sglang_ops.moe_apply(_refuse, method, layer, step), judge, [x, ids, weights]
+
+    return make
+
+
+def measure(cell: Cell, *, check_only: bool = False) -> dict[str, Any]:
+    """One row of a result file. A cell that fails a check, or that the implementation cannot run, has no time."""
+    row: dict[str, Any] = {"op": "engines", **cell.row}
+    try:
+        run, judge, inputs = cell.make(0)
+        row["rel_err"] = judge(run())
+        if row["rel_err"] < cell.limit:
+            row["replay_err"] = _replayed(cell, run, judge, inputs)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[:200]}
+    if not max(row["rel_err"], row.get("replay_err", 1.0)) < cell.limit:
+        return row | {"error": "outside the error bound"}
+    if check_only:
+        return row
+    timing = time_graph([run], limit_s=cell.seconds)
+    row |= {"us_warm": timing.us, "us_warm_low": timing.low, "us_warm_high": timing.high}
+    return row | {"host_us": _host_us(run, timing.us)}
+
+
+def _replayed(cell: Cell, run: Callable[[], Any], judge: Callable[[Any], float], inputs: list[Tensor]) -> float:
+    """How wrong a replay is whose inputs came after the capture: the second seed's, in the places of the first's."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    for old, new in zip(inputs, cell.make(1)[2], strict=True):
+        old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    return judge(result)
+
+
+def _host_us(run: Callable[[], Any], us: float) -> float:
+    """Microseconds that the host takes to make the call; calls that the GPU would hold up are not made in a row."""
+    count = max(5, min(HOST_CALLS, int(20_000 / us)))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / count * 1e6
+
+
+def cells(with_peers: bool) -> list[Cell]:
+    return [*attention_cells(with_peers), *mhc_cells(), *indexer_cells(), *moe_cells()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.engines", description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="also SGLang's own and FlashMLA, from $DEEPDECODE_PEERS")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
+    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
+    parser.add_argument("--check", metavar="I/N", help="check every Nth cell from the Ith on, and time nothing")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
+        return 2
+    part, parts = (int(number) for number in (options.check or "0/1").split("/"))
+    chosen = cells(options.peers)[part::parts]
+    card, start, rows = card_of(torch.device(DEVICE, 0)), time.monotonic(), []
+    path = options.out / card.name.lower().removeprefix("nvidia ").replace(" ", "-")
+    commit, left = options.commit or current_commit(), 0
+    command = "python -m deepdecode.bench.engines" + (" --peers" if options.peers else "")
+    for cell in chosen:
+        if time.monotonic() - start > options.seconds:
+            left += 1
+            continue
+        row = measure(cell, check_only=options.check is not None)
+        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+        print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if key != "op"), flush=True)
+        if options.check is None:
+            write_results(path / "engines.json", rows, command=command, commit=commit, left=len(chosen) - len(rows))
+    print(f"{len(rows)} rows" + (f", {left} left out for time" if left else ""))
+    return 1 if any("error" in row and row["implementation"] == OURS for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
