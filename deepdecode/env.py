@@ -52,6 +52,8 @@ OTHER_VARIABLES = (
 )
 # values that say nothing of who or where: switches, numbers, levels, settings of an allocator
 _PLAIN_VALUE = re.compile(r"(?:[\d,.:-]{1,32}|true|false|on|off|yes|no|debug|info|warning|error|[a-z_]+:[a-z0-9.]{1,12})", re.I)
+# the parts of the plug-ins, which DEEPDECODE_SGLANG and its like name
+_PARTS = re.compile(r"(?:(?:attention|flashmla|indexer|mhc|moe|norm|pages|megakernel),? ?)*")
 _HIDDEN, _ANSWER = "<path>", "deepdecode env: "
 TOOL_SECONDS, TORCH_SECONDS = 10, 120
 # the decode step that coverage is told for: DeepSeek-V4-Flash at tensor parallelism 8
@@ -269,7 +271,11 @@ def _variables(paths: bool) -> Iterator[tuple[str, str]]:
     for name in sorted({*OTHER_VARIABLES, *(name for name in os.environ if name.startswith("DEEPDECODE_"))}):
         value = os.environ.get(name)
         if value is not None:
-            shown = value if paths or not value or _PLAIN_VALUE.fullmatch(value) else "(set; --paths shows it)"
+            shown = (
+                value
+                if paths or not value or _PLAIN_VALUE.fullmatch(value) or _PARTS.fullmatch(value)
+                else "(set; --paths shows it)"
+            )
             yield name, shown + ("" if name in (*VARIABLES, *OTHER_VARIABLES) else " (not a variable of deepdecode)")
 
 

@@ -233,6 +233,7 @@ def test_variables(torch_is, monkeypatch):
         "DEEPDECODE_STRIKT": "1",
         "DEEPDECODE_LOG": "debug",
         "DEEPDECODE_CHECK": "",
+        "DEEPDECODE_SGLANG": "attention, indexer",
         "CUDA_VISIBLE_DEVICES": "0,3",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "HOME_OF_SOMEBODY": "1",
@@ -242,6 +243,7 @@ def test_variables(torch_is, monkeypatch):
         "CUDA_VISIBLE_DEVICES": "0,3",
         "DEEPDECODE_CHECK": "",
         "DEEPDECODE_LOG": "debug",
+        "DEEPDECODE_SGLANG": "attention, indexer",
         "DEEPDECODE_STRIKT": "1 (not a variable of deepdecode)",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }

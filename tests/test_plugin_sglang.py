@@ -6,15 +6,21 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepdecode.cards import find_card
 from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.indexer import index_topk_ref
+from deepdecode.ops.mhc import mhc_post_ref, mhc_pre_ref
+from deepdecode.plugins import sglang as plugin
 from deepdecode.plugins import sglang_ops as ops
 from deepdecode.plugins.guard import Guard
+from deepdecode.plugins.sglang_source import PLUGIN
 from deepdecode.plugins.sources import Calls, Function, Statement, Value, folder, problems
+from deepdecode.testing.index_keys import index_inputs
 from deepdecode.testing.inputs import attention_inputs
 from deepdecode.testing.numeric import rel_err
 
@@ -28,7 +34,7 @@ def _fresh(monkeypatch):
         monkeypatch.setitem(ops.GUARDS, name, Guard("SGLang", guard.what))
 
 
-def original(**kwargs):
+def original(*args, **kwargs):
     return "SGLang's own"
 
 
@@ -125,6 +131,267 @@ def test_the_entry_point_is_light():
         (line,) = process.stderr.splitlines()
         assert "off: attention, flashmla: it is not installed; " in line
         assert line.endswith("off: indexer, mhc, moe, pages, megakernel: DEEPDECODE_SGLANG does not name it")
+
+
+def test_every_function_that_is_replaced_has_its_hook():
+    for part in PLUGIN.parts:
+        hooks = plugin.HOOKS[part.name]
+        assert len(hooks) in (0 if part.name == "megakernel" else len(part.replaces),), part.name
+        assert all(callable(getattr(ops, name)) for name in hooks)
+    assert set(plugin.HOOKS) == {part.name for part in PLUGIN.parts} >= set(plugin.COVERED)
+
+
+def test_the_line_names_what_is_on_and_why_the_rest_is_not():
+    why = {part.name: "" if part.name in ("flashmla", "mhc") else "nobody asked" for part in PLUGIN.parts}
+    why["moe"] = "no GPU"
+    assert plugin.said(why) == (
+        "on: flashmla (on sm_80, sm_86, sm_89, sm_90), mhc; off: attention, indexer, pages, megakernel: nobody asked; "
+        "off: moe: no GPU"
+    )
+    assert plugin.said(dict.fromkeys(why, "")).count("off") == 0
+
+
+# FlashMLA's call
+
+
+def flash_mla_call(inputs):
+    more = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": object(), "is_fp8_kvcache": True}
+    return as_sglang(inputs) | more | {"use_legacy": True}
+
+
+def step(heads, decode=True):
+    mode = SimpleNamespace(is_decode=lambda: decode)
+    return SimpleNamespace(tp_q_head_num=heads), SimpleNamespace(forward_mode=mode)
+
+
+def test_padding_heads_are_neither_computed_nor_returned():
+    inputs = attention_inputs(2, 64, 128, 64)
+    want, _ = sparse_attn_ref(inputs.q[:, :8].double(), *inputs.args()[1:], sink=inputs.sink[:8].double(), scale=inputs.scale)
+    inputs.q[:, 8:] = float("nan")
+    call = flash_mla_call(inputs)
+
+    def backend(self, q, k, v, layer, batch):
+        return ops.flash_mla(original, **call)
+
+    out, lse = ops.with_heads(backend, None, None, None, None, *step(8))
+    assert out.shape == (2, 1, 8, 512) and lse.shape == (2, 8, 1)
+    assert rel_err(out[:, 0], want) < BF16
+    # a step that is no decode step: what comes back is as wide as what went in
+    out, _ = ops.with_heads(backend, None, None, None, None, *step(8, decode=False))
+    assert out.shape == (2, 1, 64, 512) and rel_err(out[:, 0, :8], want) < BF16
+    assert ops._heads.get() is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "own", "line"),
+    [
+        (90, 64, 8, None),
+        (90, 64, 64, "none of 64 heads are padding"),
+        (90, 64, None, "not a decode step"),
+        (80, 64, None, None),
+        (89, 64, 64, None),
+        (100, 64, 8, "FlashMLA's kernels on sm_100 have not been measured beside ours"),
+    ],
+)
+def test_where_flash_mla_has_the_better_kernel(arch, heads, own, line):
+    if line is None:
+        ops.expect_padded(arch, heads, own)
+        return
+    with pytest.raises(ValueError, match=re.escape(line)):
+        ops.expect_padded(arch, heads, own)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"indices": None}, "only sparse calls with FP8 rows of V4 are covered"),
+        ({"use_legacy": False}, "only sparse calls with FP8 rows of V4 are covered"),
+        ({"block_table": torch.zeros(1)}, "block_table must not be given"),
+        ({"causal": True, "kv_format": "V4"}, "causal, kv_format must not be given"),
+    ],
+)
+def test_another_call_of_flash_mla_is_its_own(change, line, caplog):
+    call = flash_mla_call(attention_inputs(1, 8, 128, 0))
+    assert ops.flash_mla(original, **(call | change)) == "SGLang's own"
+    assert line in caplog.text
+    assert ops.flash_mla(original, call["q"], call["k_cache"]) == "SGLang's own"
+    assert "2 arguments by position" in caplog.text
+    assert ops.GUARDS["attention"].failed is None
+
+
+# the indexer
+
+
+def deferred(inputs, calls):
+    """SGLang's logits for these inputs, waiting; its own would be called with all of it."""
+    table = inputs.block_tables[inputs.slots.long().clamp(0)].contiguous()
+    keys = inputs.keys.data.view(-1, 64, 1, 132)
+    args = (inputs.index_q[:, None], keys, inputs.index_weights, inputs.lens, table, None, 1000, False)
+
+    def own(*given):
+        calls.append(ops._choosing.get())
+        return "scores"
+
+    token = ops._choosing.set(True)
+    try:
+        found = ops.logits(own, *args)
+        assert not calls and isinstance(found, ops.Deferred)
+    finally:
+        ops._choosing.reset(token)
+    assert ops.logits(own, *args) == "scores" and calls == [False]
+    calls.clear()
+    return found, table
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["plain", "planned"])
+def test_scores_wait_for_the_choice(plan):
+    (inputs,) = index_inputs(3, 200, 64, heads=16)
+    inputs.lens[1], inputs.lens[2] = 30, 0
+    calls = []
+    scores, table = deferred(inputs, calls)
+    out = torch.full((3, 64), -7, dtype=torch.int32)
+    hook = ops.topk_planned if plan else ops.topk
+    more = (torch.zeros(1), None) if plan else (None,)
+    assert hook(original, scores, inputs.lens, table, out, 64, *more) is None
+    want, found = index_topk_ref(*inputs.wide())
+    assert torch.equal(out, want) and found.tolist() == [64, 30, 0] and not calls
+
+
+@pytest.mark.parametrize("change", ["entries", "table", "page size", "broken"])
+def test_scores_are_made_where_the_choice_is_sglangs(change, monkeypatch, caplog):
+    (inputs,) = index_inputs(2, 100, 64, heads=16)
+    calls, given = [], []
+    scores, table = deferred(inputs, calls)
+    out = torch.full((2, 64), -7, dtype=torch.int32)
+    entries = out.clone() if change == "entries" else None
+    if change == "broken":
+        monkeypatch.setattr("deepdecode.ops.indexer.index_topk", None)
+
+    def own(scores, *rest):
+        given.append(scores)
+
+    args = (inputs.lens, table.clone() if change == "table" else table, out, 128 if change == "page size" else 64, entries)
+    ops.topk(own, scores, *args)
+    assert given == ["scores"] and calls == [False] and (out == -7).all()
+    ops.topk(own, "own scores", *args)
+    assert given[1] == "own scores"
+    assert caplog.text.count("deepdecode in SGLang: ") == 1
+
+
+def test_many_rows_are_sglangs():
+    token = ops._choosing.set(True)
+    try:
+        q = torch.zeros(ops.MAX_INDEXED + 1, 1, 2, 128)
+        assert ops.logits(lambda *args: ops._choosing.get(), q, *range(7)) is False
+    finally:
+        ops._choosing.reset(token)
+
+
+# hyper-connections, experts, pages
+
+
+def boundary_call(**changes):
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    call = {
+        "layer_input": random(3, 64).bfloat16(), "residual": random(3, 4, 64).bfloat16(),
+        "post": 2 * random(3, 4).sigmoid(), "comb": random(3, 4, 4).softmax(-1), "hc_fn": random(24, 256) / 16,
+        "hc_scale": random(3), "hc_base": random(24), "hc_mult": 4, "rms_eps": 1e-6, "hc_eps": 1e-5, "hc_post_mult": 2.0,
+        "sinkhorn_iters": 5, "norm_weight": random(64).bfloat16(), "norm_eps": 1e-6,
+    }  # fmt: skip
+    return call | changes
+
+
+@pytest.mark.parametrize("gates", [2, 3])
+def test_the_boundary_agrees_with_float64(gates):
+    call = boundary_call()
+    if gates == 3:
+        call["post"] = call["post"].unsqueeze(-1)
+    out = ops.mhc_boundary(original, *call.values(), fn_transpose=True)
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    streams = mhc_post_ref(wide["layer_input"], wide["residual"], wide["post"].view(3, 4), wide["comb"])
+    x, post, comb = mhc_pre_ref(streams, wide["hc_fn"], wide["hc_base"], wide["hc_scale"], 1e-6, 1e-5, 5)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * wide["norm_weight"]
+    assert out[4] is True and out[2].shape == (3, 4)
+    for got, want in zip(out[:4], (streams, x, post, comb), strict=True):
+        assert rel_err(got, want) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"norm_weight": None}, {"norm_eps": 1e-5}, {"hc_post_mult": 1.0}, {"hc_mult": 2}, {"layer_input": torch.zeros(0, 64)}],
+)
+def test_another_boundary_is_sglangs(change):
+    assert ops.mhc_boundary(original, *boundary_call(**change).values(), fn_transpose=False) == "SGLang's own"
+
+
+def test_pages_stay_whole():
+    pages = torch.zeros(3, 149760, dtype=torch.uint8).as_strided((3, 256, 1, 584), (149760, 584, 584, 1))
+    assert ops.whole_pages(original, pages, 256, touched_indices=None) is pages
+    odd = torch.zeros(3, 149761, dtype=torch.uint8).as_strided((3, 256, 1, 584), (149761, 584, 584, 1))
+    assert ops.whole_pages(original, odd, 256) == "SGLang's own"
+
+
+def expert_layer(dtype=torch.float8_e8m0fnu):
+    rows = torch.arange(128, dtype=torch.uint8).view(2, 64, 1)
+    return SimpleNamespace(
+        w13_weight=rows.repeat(1, 1, 32), w13_weight_scale_inv=rows.repeat(1, 1, 2).view(torch.float8_e8m0fnu).to(dtype),
+        w2_weight=torch.zeros(2, 64, 16, dtype=torch.uint8), w2_weight_scale_inv=torch.zeros(2, 64, 1).to(dtype),
+    )  # fmt: skip
+
+
+def expert_method(process, **config):
+    made = {"moe_ep_size": 1, "gemm1_clamp_limit": None, "swiglu_limit": 10.0} | config
+    return SimpleNamespace(
+        moe_runner_config=SimpleNamespace(**made), _fp8=SimpleNamespace(process_weights_after_loading=process)
+    )
+
+
+def test_weights_are_turned_in_place():
+    layer, seen = expert_layer(), []
+    where = layer.w13_weight.data_ptr(), layer.w13_weight_scale_inv.data_ptr()
+    assert ops.moe_load(original, expert_method(seen.append), layer) is None
+    assert seen == [layer] and where == (layer.w13_weight.data_ptr(), layer.w13_weight_scale_inv.data_ptr())
+    turned = torch.arange(128).view(2, 2, 32).flip(1).flatten(1)
+    assert torch.equal(layer.w13_weight[..., 0].long(), turned)
+    assert torch.equal(layer.w13_weight_scale_inv.view(torch.uint8)[..., 1].long(), turned)
+    assert layer._deepdecode_experts.w13.data.data_ptr() == where[0]
+
+
+def test_weights_that_sglang_changes_first_are_its_own():
+    """SGLang's first step runs once, whoever goes on."""
+    layer, steps = expert_layer(), []
+
+    def process(layer):
+        steps.append("first")
+        layer.w2_weight = torch.zeros(2, 64, 32, dtype=torch.uint8)
+
+    def own(method, layer):
+        method._fp8.process_weights_after_loading(layer)
+        steps.append("own")
+
+    method = expert_method(process)
+    ops.moe_load(own, method, layer)
+    assert steps == ["first", "own"] and method._fp8.process_weights_after_loading is process
+    assert not hasattr(layer, "_deepdecode_experts") and layer.w13_weight[0, 0, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "line"),
+    [
+        ({"moe_ep_size": 2}, torch.float8_e8m0fnu, "expert parallelism over 2 ranks"),
+        ({"swiglu_limit": None}, torch.float8_e8m0fnu, "another activation than V4's clamped SwiGLU"),
+        ({}, torch.float32, "weights must be packed FP4 with E8M0 scales"),
+    ],
+)
+def test_other_experts_are_prepared_by_sglang(config, dtype, line, caplog):
+    layer, method = expert_layer(dtype), expert_method(None, **config)
+    assert ops.moe_load(original, method, layer) == "SGLang's own"
+    assert line in caplog.text and not hasattr(layer, "_deepdecode_experts")
+    assert ops.moe_apply(original, method, layer, None) == "SGLang's own"
 
 
 # the check of an engine's source

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _flash_mla_call(
     """The arguments that `attend` takes; FlashMLA's schedule is its own."""
     if indices is None or not is_fp8_kvcache or not use_legacy:
         raise ValueError("only sparse calls with FP8 rows of V4 are covered")
-    set_too = [name for name, value in others.items() if value not in (None, False)]
+    set_too = [name for name, value in others.items() if value is not None and value is not False]
     if set_too:
         raise ValueError(f"{', '.join(set_too)} must not be given")
     return {
@@ -431,17 +432,29 @@ def _config(norm_eps: float, hc_eps: float, iters: int) -> ModelConfig:
 def moe_load(original: Callable[..., Any], self: Any, layer: Any) -> None:
     """Around the preparation of a layer's expert weights: ours stay as the checkpoint has them, w1 above w3."""
 
-    def ours() -> bool:
+    def ours() -> MoeWeights | None:
         weights = (layer.w13_weight, layer.w13_weight_scale_inv, layer.w2_weight, layer.w2_weight_scale_inv)
         _expect_experts(self, layer, *weights)
-        return True
+        return _experts_of(layer)
 
-    if not GUARDS["moe"].run(ours, lambda: False):
+    def theirs() -> None:
+        return None
+
+    if GUARDS["moe"].run(ours, theirs) is None:
         return original(self, layer)
+    # SGLang's first step, which may give the layer other tensors
     self._fp8.process_weights_after_loading(layer)
     if getattr(layer, "_mega_moe_weights_built", False):
         return None
-    for tensor in (layer.w13_weight.data, layer.w13_weight_scale_inv.data.view(torch.uint8)):
+    experts = GUARDS["moe"].run(ours, theirs)
+    if experts is None:
+        first, self._fp8 = self._fp8, SimpleNamespace(process_weights_after_loading=lambda layer: None)
+        try:
+            return original(self, layer)
+        finally:
+            self._fp8 = first
+    assert experts.w13.scale is not None
+    for tensor in (experts.w13.data, experts.w13.scale.view(torch.uint8)):
         half = tensor.shape[1] // 2
         # SGLang loads up above gate; one expert at a time, so that no second copy of the layer is made
         for expert in tensor:
@@ -449,7 +462,7 @@ def moe_load(original: Callable[..., Any], self: Any, layer: Any) -> None:
             expert[:half] = expert[half:]
             expert[half:] = up
     layer._dsv4_mxfp4_backend = "deepdecode"
-    layer._deepdecode_experts = _experts_of(layer)
+    layer._deepdecode_experts = experts
     return None
 
 
