@@ -123,6 +123,33 @@ def _fused() -> Ops:
     return replace(FUSED, attn_in=product.attn_in, q_proj=product.q_proj, attn_out=product.attn_out, moe=experts.moe)
 
 
+@cache
+def _engine() -> Ops:
+    from deepdecode.fallback import engine
+
+    return replace(_fused(), attn_in=engine.attn_in, q_proj=engine.q_proj, attn_prepare=engine.attn_prepare)
+
+
+@cache
+def _compiled() -> Ops:
+    """Rung 3, and torch.compile over what rung 4 fuses by hand: torch ops alone, beside products that are ops of their own."""
+    from deepdecode.fallback import glue
+    from deepdecode.ops import reference
+
+    eager = {entry: getattr(glue, entry) for entry in _GLUE_LEFT} | {"attn_prepare": reference.attn_prepare}
+    return replace(_tensor_cores(), **{entry: _compile(function) for entry, function in eager.items()})
+
+
+def _compile(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile at the first call, each shape by itself, as each CUDA graph has one."""
+
+    @cache
+    def made() -> Callable[..., Any]:
+        return torch.compile(entry, dynamic=False)
+
+    return lambda *args: made()(*args)
+
+
 def _product() -> Ops:
     from deepdecode.ops.fused import FUSED
 
@@ -168,6 +195,8 @@ _PER_HEAD = _ENGINE + (
     "_apply_attn_sink: a program for each (token, head) without tensor cores, both caches a launch each, merged by torch"
 )
 
+# what rung 3 leaves to torch, one launch an operation
+_GLUE_LEFT = ("embed", "q_proj", "attn_prepare", "attn_out", "route", "sample")
 # entries whose products were full float32 ones
 _ON_TENSOR_CORES = ("index_topk", "mhc_boundary", "head")
 
@@ -197,5 +226,7 @@ RUNGS: tuple[Rung, ...] = (
         {entry: text for entry, text in _GLUE.items() if entry not in _ON_TENSOR_CORES},
     ),
     Rung("4", "fused glue", _fused),
+    Rung("4-engine", "glue as far fused as an engine's own", _engine, yardstick="how far SGLang fuses its step", beside="4"),
+    Rung("4-compiled", "glue by torch.compile", _compiled, beside="4"),
     Rung("5", "experts and products of few tokens", _product),
 )

@@ -23,7 +23,8 @@ def cut(request):
     return RankSlice(ModelConfig(), request.param, layers=LAYERS, max_concurrency=64, device="cuda")
 
 
-@pytest.mark.parametrize("rung", [rung for rung in RUNGS if not rung.beside], ids=lambda rung: rung.name)
+# torch.compile takes minutes for all of these
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung.name != "4-compiled"], ids=lambda rung: rung.name)
 @pytest.mark.parametrize("concurrency", [1, 16, 64])
 def test_entries_at_full_size(cut, rung, concurrency):
     step = cut.graph(rung.ops, concurrency)

@@ -6,13 +6,16 @@ import os
 import pytest
 import torch
 
+from deepdecode.config import ModelConfig
 from deepdecode.ops import reference
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.fused import FUSED
 from deepdecode.ops.moe import moe_ref
-from deepdecode.ops.quant import dequantize
+from deepdecode.ops.norm import rms_norm
+from deepdecode.ops.quant import dequantize, hadamard
 from deepdecode.ops.reference import REFERENCE
-from deepdecode.ops.rows import allocate, read_rows
+from deepdecode.ops.rope import frequencies, rope
+from deepdecode.ops.rows import allocate, read_rows, write_rows
 from deepdecode.ops.table import CompressorState, CompressorWeights
 from deepdecode.slices import RankSlice
 from deepdecode.testing.experts import random_experts, random_routes, random_weight
@@ -26,7 +29,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from deepdecode import rungs
-from deepdecode.fallback import experts, indexer, mhc, product, store
+from deepdecode.fallback import engine, experts, indexer, mhc, product, store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two roundings to bfloat16 in other places
@@ -224,6 +227,46 @@ def test_the_pooling_kernel_over_a_sequence(ratio):
             assert same_bits(mine.score, theirs.score)
 
 
+@pytest.mark.parametrize(("width", "fmt"), [(512, "fp8_584"), (128, "fp8_132")])
+def test_an_engine_s_entries(width, fmt):
+    """Norm, rotation (Hadamard) and row in one launch; a token that completes none writes none."""
+    pooled, norm = torch.randn(4, width, device=DEVICE), torch.rand(width, device=DEVICE) + 0.5
+    rows, want = (allocate(3, 4, fmt, width=width, device=DEVICE) for _ in range(2))
+    at = torch.tensor([5, -1, 9, 12], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([3, 5, 8191, 7], dtype=torch.int32, device=DEVICE)
+    freqs = frequencies(ModelConfig(), 4).to(DEVICE)
+    for kept in (rows, want):
+        kept.data.zero_()
+    engine.write_entry(pooled, norm, rows, at, positions, freqs, 4, 1e-6, pooled)
+    values = rope(rms_norm(pooled, norm, 1e-6), positions - 3, freqs)
+    write_rows(want, at, hadamard(values) if width == 128 else values)
+    every = torch.arange(12, device=DEVICE)
+    got, right = read_rows(rows, every), read_rows(want, every)
+    assert got.abs().amax(1).nonzero().flatten().tolist() == [5, 9]
+    # the interpreter cuts bfloat16 off, in which rotated values are kept; of codes few are beside a tie
+    assert rel_err(got, right) < 2e-3
+    assert ((got - right)[:, : width - 64].abs() > 1e-5).float().mean() < 1e-3
+
+
+def test_an_engine_s_index_query():
+    heads = 20
+    q, weights = torch.randn(3, heads, 128, device=DEVICE), torch.randn(3, heads, device=DEVICE)
+    positions = torch.tensor([0, 77, 8191], dtype=torch.int32, device=DEVICE)
+    freqs = frequencies(ModelConfig(), 4).to(DEVICE)
+    codes, out = engine.index_query(q, weights, positions, freqs)
+    turned = hadamard(rope(q, positions, freqs))
+    scale = turned.abs().amax(-1).clamp(min=reference.FP8_FLOOR) / reference.FP8_MAX
+    assert rel_err(out, weights * (128 * heads) ** -0.5 * scale) < 1e-5
+    assert rel_err(codes.float(), (turned / scale[..., None]).to(torch.float8_e4m3fn).float()) < 5e-3
+
+
+def test_an_engine_s_products_are_the_reference_s(calls):
+    for args, kwargs, want in calls["attn_in"]:
+        got = engine.attn_in(*args, **kwargs)
+        for a, b in zip(tensors(got), tensors(want), strict=True):
+            assert rel_err(a, b) < F32
+
+
 def test_low_precision_products_are_refused(monkeypatch):
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -253,11 +296,12 @@ def changes(rung, below):
 
 def test_a_rung_differs_from_the_one_below_in_one_thing():
     by_name = {rung.name: rung for rung in rungs.RUNGS}
-    steps = [("0", "0-padded"), ("1", "0"), ("2", "1"), ("2-portable", "1"), ("3", "2"), ("4", "3")]
-    for name, below in steps[:4]:
+    for name, below in (("0", "0-padded"), ("1", "0"), ("2", "1"), ("2-portable", "1")):
         assert changes(by_name[name], by_name[below]) == {"sparse_attn"}
     assert changes(by_name["3"], by_name["2"]) == {"index_topk", "mhc_boundary", "head"}
     assert not changes(by_name["4"], by_name["3"]) & {"index_topk", "mhc_boundary", "head", "sparse_attn", "moe"}
+    assert changes(by_name["4-engine"], by_name["4"]) == {"attn_in", "q_proj", "attn_prepare"}
+    assert changes(by_name["4-compiled"], by_name["3"]) == changes(by_name["4"], by_name["3"]) - {"attn_in"}
     # products alone, and what they take in: a norm, a rotation
     assert changes(by_name["5"], by_name["4"]) == {"attn_in", "q_proj", "attn_out", "moe"}
     assert by_name["5"].ops is FUSED
@@ -283,16 +327,16 @@ def test_products_of_the_lower_rungs(kind, T, G, out, width):
     assert worst_row_err(got, want) < (1e-5 if DEVICE == "cuda" else F32)
 
 
-@pytest.mark.parametrize(("T", "E", "k"), [(1, 16, 2), (7, 5, 3)])
+@pytest.mark.parametrize(("T", "E", "k"), [(1, 8, 2), (5, 3, 2)])
 def test_experts_of_the_lower_rungs(T, E, k):
     """Of this rank are experts 2 .. E + 1 of E + 3."""
-    w = random_experts(E, 64, 96, 32, first=2, device=DEVICE)
-    x, (ids, weights) = 8 * torch.randn(T, 64, device=DEVICE), (t.to(DEVICE) for t in random_routes(T, E + 3, k))
+    w = random_experts(E, 32, 32, 32, first=2, device=DEVICE)
+    x, (ids, weights) = 8 * torch.randn(T, 32, device=DEVICE), (t.to(DEVICE) for t in random_routes(T, E + 3, k))
     out = torch.empty_like(x)
     if DEVICE == "cuda":
         x, out = x.bfloat16(), out.bfloat16()
     stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
-    config = experts.plan(T * k, T, E, 96, 132)
+    config = experts.plan(T * k, T, E, 32, 132)
     experts.launch(x, ids, weights, *stored, w.w13.kind, w.shared13.kind, w.first_expert, 10.0, out, config)
     want = moe_ref(x.double(), ids, weights.double(), w, 10.0)
     assert rel_err(out, want) < (3e-3 if DEVICE == "cuda" else F32)

@@ -276,7 +276,7 @@ def test_a_graph_counts_its_nodes_and_runs_on_its_own_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
 @pytest.mark.parametrize("name", ["tp8", "dp8ep8"])
-@pytest.mark.parametrize("rung", ["0-padded", "0", "1", "2", "2-portable", "3", "4", "5"])
+@pytest.mark.parametrize("rung", ["0-padded", "0", "1", "2", "2-portable", "3", "4", "4-engine", "5"])
 def test_a_replay_is_the_eager_step(name, rung):
     from deepdecode.rungs import RUNGS
 

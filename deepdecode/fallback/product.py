@@ -247,23 +247,30 @@ def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> T
     """`ops.linear.linear` of x [T, C]; off the GPU, that function itself."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return ours.linear(x, weight, out_dtype=out_dtype)
-    return _multiply(x[:, None], weight, out_dtype)[:, 0]
+    return _multiply(x.unsqueeze(1), weight.data, weight.scale, weight.kind, out_dtype or x.dtype).squeeze(1)
 
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     """`ops.linear.grouped_linear` of x [T, G, C]; off the GPU, that function itself."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return ours.grouped_linear(x, weight)
-    return _multiply(x, weight, None)
+    return _multiply(x, weight.data, weight.scale, weight.kind, x.dtype)
 
 
-def _multiply(x: Tensor, weight: Weight, out_dtype: torch.dtype | None) -> Tensor:
+def _multiply_now(x: Tensor, data: Tensor, scale: Tensor | None, kind: str, out_dtype: torch.dtype) -> Tensor:
     T, G, K = x.shape
-    rows = weight.shape[0]
-    out = x.new_empty(T, G, rows // G, dtype=out_dtype or x.dtype)
-    config = plan(T, rows, K, full=weight.data.dtype == torch.float32)
-    launch(x, weight.data, weight.scale, weight.kind, out, config)
+    out = x.new_empty(T, G, data.shape[0] // G, dtype=out_dtype)
+    launch(x, data, scale, kind, out, plan(T, data.shape[0], K, full=data.dtype == torch.float32))
     return out
+
+
+# an op of torch, so that torch.compile sees a product and not a launch
+_multiply = torch.library.custom_op("deepdecode::fallback_product", _multiply_now, mutates_args=())
+
+
+@_multiply.register_fake
+def _(x: Tensor, data: Tensor, scale: Any, kind: str, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], data.shape[0] // x.shape[1], dtype=out_dtype)
 
 
 def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:

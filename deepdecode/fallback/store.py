@@ -55,7 +55,7 @@ def row_132_kernel(values_ptr, rows_ptr, codes_ptr, scales_ptr, num_rows, page_s
 
 @triton.jit
 def pool_kernel(
-    kv_ptr, score_ptr, ape_ptr, positions_ptr, slots_ptr, state_kv_ptr, state_score_ptr, out_ptr, slots, ratio, d,
+    kv_ptr, score_ptr, ape_ptr, positions_ptr, slots_ptr, state_kv_ptr, state_score_ptr, out_ptr, slots, ratio, d, stride_t,
     RING: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
@@ -68,7 +68,7 @@ def pool_kernel(
     position = tl.load(positions_ptr + t)
     width = 2 * d if OVERLAP else d
     ring = slot * RING * width
-    given = t.to(tl.int64) * width + channel
+    given = t.to(tl.int64) * stride_t + channel
     ape = ape_ptr + (position % ratio) * width + channel
     place = ring + (position % RING) * width + channel
     kv = tl.load(kv_ptr + given)
@@ -119,14 +119,17 @@ def launch_rows(cache: PagedRows, rows: Tensor, values: Tensor) -> None:
 
 
 def pool(kv: Tensor, score: Tensor, ape: Tensor, state: CompressorState, step: Step) -> Tensor:
-    """[T, d] float32: each token's kv and score taken into the rings, and the blocks that end; zeros where none does."""
+    """[T, d] float32: each token's kv and score taken into the rings, and the blocks that end; zeros where none does.
+
+    kv and score may have any one distance from token to token.
+    """
     T, width = kv.shape
     slots, ring, _ = state.kv.shape
     overlap = ring != state.ratio
     d = width // 2 if overlap else width
     out = kv.new_empty(T, d)
     pool_kernel[T, d // POOL_BLOCK](
-        kv, score, ape, step.positions, step.slots, state.kv, state.score, out, slots, state.ratio, d,
+        kv, score, ape, step.positions, step.slots, state.kv, state.score, out, slots, state.ratio, d, kv.stride(0),
         RING=ring, OVERLAP=overlap, BLOCK=POOL_BLOCK,
     )  # fmt: skip
     return out
