@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import card_of
+from deepdecode.kernels.launching import gluon_ready
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
-from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports
+from deepdecode.kernels.moe_plan import Case, Config, Stream, Tile, plan, plan_stream, supports
 from deepdecode.kernels.product import blocks_of, product
 
 # ids that a program looks at at once
@@ -275,17 +277,32 @@ def w2_kernel(
                     tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs", "top_k", "first", "E"])
-def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "first", "E"])
+def combine_kernel(
+    y_ptr, ids_ptr, out_ptr, pairs, first, E, C, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
-    for n in range(top_k):
-        pair = t * top_k + n
+    # unrolled, so that all loads are under way at once
+    for n in tl.static_range(TOP):
+        pair = t * TOP + n
         expert = tl.load(ids_ptr + pair).to(tl.int64) - first
         here = (expert >= 0) & (expert < E)
         total += tl.load(y_ptr + pair * C + c, mask=here & (c < C), other=0.0)
     tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
+
+
+def combine(y: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, first_expert: int, E: int, pdl: bool) -> None:
+    """out [T, C] from y float32 [pairs + T, C]."""
+    T, C = out.shape
+    combine_kernel[T, triton.cdiv(C, 1024)](
+        y, ids, out, ids.numel(), first_expert, E, C, TOP=ids.shape[1], BLOCK=1024, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
 
 
 def _tile(tile: Tile) -> dict[str, int]:
@@ -407,7 +424,7 @@ def launch(
         **_tile(config.w2),
         **common,
     )
-    combine_kernel[T, triton.cdiv(C, 1024)](y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4)
+    combine(y, ids, out, first_expert, E, pdl=False)
 
 
 def run(
@@ -441,12 +458,26 @@ def run(
     reason = supports(case, card) or layout_reason(x, *stored)
     if reason:
         return reason
+    ids, weights = ids.contiguous(), weights.contiguous()
     # Triton launches on the current device
     with torch.cuda.device(x.device):
-        launch(
-            x, ids.contiguous(), weights.contiguous(), *stored, kind, shared_kind, first_expert, limit, out, plan(case, card)
-        )
+        stream = _stream(case, card, x, *stored)
+        if stream is not None:
+            from deepdecode.kernels import moe_stream
+
+            moe_stream.launch(x, ids, weights, *stored, first_expert, limit, out, stream)
+        else:
+            launch(x, ids, weights, *stored, kind, shared_kind, first_expert, limit, out, plan(case, card))
     return None
+
+
+def _stream(case: Case, card: Card, x: torch.Tensor, *stored: torch.Tensor | None) -> Stream | None:
+    """The streaming launches, where they cover what was given."""
+    if not gluon_ready() or any(scale is None or scale.dtype != torch.float8_e8m0fnu for scale in stored[1::2]):
+        return None
+    if not all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in (x, *stored)):
+        return None
+    return plan_stream(case, card)
 
 
 def _kind(w: torch.Tensor) -> str:

@@ -86,3 +86,52 @@ def plan(case: Case, card: Card) -> Config:
     # a narrow expert's rows end before a program has found its tokens: it takes more of them
     turns = 8 if case.I <= 512 and tiles >= 2 * card.sms else 1
     return Config(w13, many, block_t, shared_t, turns)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A launch of the streaming kernel: what a program's warps share, slices of K times 16 * warps rows; steps under way
+    ahead (of the shared expert's weights: shared_depth); programs of an SM, which stay; registers of a thread.
+    """
+
+    slices: int
+    warps: int
+    depth: int = 2
+    shared_depth: int = 1
+    per_sm: int = 2
+    registers: int = 128
+
+
+@dataclass(frozen=True)
+class Stream:
+    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time.
+
+    cost: of a tile of the shared expert, where one of a routed expert is 1.
+    """
+
+    w13: Stage
+    w2: Stage
+    block_t: int = 8
+    shared_t: int = 8
+    cost: int = 2
+    pdl: bool = True
+
+
+def _fits(stage: Stage, K: int, rows: int, each: int) -> bool:
+    """Whether a launch's tiles divide a product of `rows` rows, `each` * 16 * warps a tile."""
+    steps = 128 * stage.slices
+    return K % (steps * stage.depth) == 0 and K % (steps * stage.shared_depth) == 0 and rows % (16 * each * stage.warps) == 0
+
+
+@cache
+def plan_stream(case: Case, card: Card) -> Stream | None:
+    """The launches of the streaming kernels; None where they do not cover the case or are not known to be faster."""
+    if case.weight != "fp4" or case.shared != "fp8" or card.arch != 90 or case.T * case.top_k > 16 * case.E:
+        return None
+    w13 = (Stage(4, 2), Stage(2, 2, per_sm=3), Stage(1, 4, per_sm=3), Stage(1, 2, 1, per_sm=4))
+    w2 = (Stage(4, 2), Stage(1, 8), Stage(1, 4, per_sm=4), Stage(1, 2, 1, per_sm=4))
+    first = [s for s in w13 if all(_fits(s, case.C, I, 1) for I in (case.I, case.shared_I))]
+    second = [s for s in w2 if all(_fits(s, I, case.C, 2) for I in (case.I, case.shared_I))]
+    if not first or not second:
+        return None
+    return Stream(first[0], second[0], shared_t=8 if case.T <= 8 else 16)

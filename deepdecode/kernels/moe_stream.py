@@ -1,0 +1,536 @@
+"""FP4 experts and their FP8 shared one, streamed from memory into the registers that mma.sync takes: Gluon, in two launches.
+
+A lane loads 16 bytes of a row, one block of 32 codes under one scale, DEPTH steps ahead. A word of 8 codes is what mma.sync takes
+of a lane in two instructions: a product does not ask for the order of its columns, only for the same on both sides, and the
+tokens are stored to shared memory in that order, once. So weights pass through no shared memory and no barrier stands in the
+loop. A code costs an eighth of 17 instructions: two copies of its bits come to their places by one multiplication, and one
+multiplication with the block's scale makes pairs of bfloat16 exact.
+
+`experts_kernel` with GATED gives h = silu(gate) * up * routing weight of every (token, expert) pair, without it the pair's output
+in float32; `kernels.moe.combine_kernel` sums those. What a slot is, `kernels.moe` tells.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from deepdecode.kernels.attention_sm90_rows import grid_wait, launch_dependents, view
+from deepdecode.kernels.moe import combine
+from deepdecode.kernels.moe_plan import Stream
+
+KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
+# scales are taken 2**32 too small, so that those from 2**-100 to 2**33 stay in bfloat16's range; larger ones show as NaN
+UNIT = gl.constexpr(2.0**32)
+
+
+def _words(slices, warps, per_lane):
+    """[slices, 16 * warps, 4 * per_lane]: 4 lanes a row, rows as mma.sync has them, slices and then rows to the warps."""
+    words = [[0, 0, 1 << n] for n in range(per_lane.bit_length() - 1)]
+    lanes = [[0, 0, per_lane], [0, 0, 2 * per_lane], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    rows = [[0, 16 << n, 0] for n in range(warps.bit_length() - 1)]
+    parts = [[1 << n, 0, 0] for n in range(slices.bit_length() - 1)]
+    return gl.DistributedLinearLayout([*words, [0, 8, 0]], lanes, rows + parts, [], [slices, 16 * warps, 4 * per_lane])
+
+
+def _tokens_of_a_warp(slices, warps, tokens):
+    """[slices, tokens, 128]: as mma.sync takes tokens, 8 columns of a lane in a row; warps of other rows have the same."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32], [0, 0, 64]]
+    registers += [[0, 8 << n, 0] for n in range((tokens // 8).bit_length() - 1)]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    parts = [[1 << n, 0, 0] for n in range(slices.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[0, 0, 0]] * (warps.bit_length() - 1) + parts, [], [slices, tokens, 128]
+    )
+
+
+def _columns(K, tokens):
+    """Columns of the tokens that shared memory holds at a time: a power of two that divides K."""
+    return min(K & -K, 32768 // tokens)
+
+
+_piece = gluon.constexpr_function(_columns)
+_tokens_layout = gluon.constexpr_function(_tokens_of_a_warp)
+_words_layout = gluon.constexpr_function(_words)
+
+
+# no pair has this number
+NONE = gl.constexpr(2**31 - 1)
+
+
+@gluon.jit
+def _fp4(words, factors):
+    """int32 of 8 E2M1 codes times bfloat16 factors (in both halves) -> the pairs (code j, code 4 + j), j = 0 .. 3.
+
+    Takes the words of even and of odd column: results 0 .. 3 are the even word's pairs in the places of both words, 4 .. 7 the
+    odd one's. Placed bits read 2**-126 times the value.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, u, n;
+        mov.b32 n, 0x80008000;
+        shr.u32 u, $8, 8;
+        and.b32 a, $8, 0x000f000f;
+        and.b32 b, $8, 0x00f000f0;
+        and.b32 c, u, 0x000f000f;
+        and.b32 d, u, 0x00f000f0;
+        mul.lo.u32 a, a, 0x1040;
+        mul.lo.u32 b, b, 0x104;
+        mul.lo.u32 c, c, 0x1040;
+        mul.lo.u32 d, d, 0x104;
+        and.b32 a, a, 0x81c081c0;
+        and.b32 b, b, 0x81c081c0;
+        and.b32 c, c, 0x81c081c0;
+        and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, $10, n;
+        fma.rn.bf16x2 $1, b, $10, n;
+        fma.rn.bf16x2 $2, c, $10, n;
+        fma.rn.bf16x2 $3, d, $10, n;
+        shr.u32 u, $9, 8;
+        and.b32 a, $9, 0x000f000f;
+        and.b32 b, $9, 0x00f000f0;
+        and.b32 c, u, 0x000f000f;
+        and.b32 d, u, 0x00f000f0;
+        mul.lo.u32 a, a, 0x1040;
+        mul.lo.u32 b, b, 0x104;
+        mul.lo.u32 c, c, 0x1040;
+        mul.lo.u32 d, d, 0x104;
+        and.b32 a, a, 0x81c081c0;
+        and.b32 b, b, 0x81c081c0;
+        and.b32 c, c, 0x81c081c0;
+        and.b32 d, d, 0x81c081c0;
+        fma.rn.bf16x2 $4, a, $11, n;
+        fma.rn.bf16x2 $5, b, $11, n;
+        fma.rn.bf16x2 $6, c, $11, n;
+        fma.rn.bf16x2 $7, d, $11, n;
+        }""",
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        [words, factors],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _fp8(words):
+    """int32 of 4 E4M3 codes -> the pairs (0, 1) and (2, 3), of the even word and then of the odd one; `codes.fp8_natural`."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, k, c, y, z, n, o;
+        mov.b32 o, 0;
+        mov.b32 k, 0x7b807b80;
+        mov.b32 n, 0x80008000;
+        mov.b32 c, 0x7b097b09;
+        prmt.b32 a, $4, 0, 0x1404;
+        prmt.b32 b, $4, 0, 0x3424;
+        shr.u32 s, a, 4;
+        shr.u32 t, b, 4;
+        and.b32 a, a, n;
+        and.b32 b, b, n;
+        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
+        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
+        fma.rn.bf16x2 a, a, k, n;
+        fma.rn.bf16x2 b, b, k, n;
+        fma.rn.bf16x2 y, a, c, n;
+        fma.rn.bf16x2 z, b, c, n;
+        fma.rn.bf16x2 $0, y, o, a;
+        fma.rn.bf16x2 $1, z, o, b;
+        prmt.b32 a, $5, 0, 0x1404;
+        prmt.b32 b, $5, 0, 0x3424;
+        shr.u32 s, a, 4;
+        shr.u32 t, b, 4;
+        and.b32 a, a, n;
+        and.b32 b, b, n;
+        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
+        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
+        fma.rn.bf16x2 a, a, k, n;
+        fma.rn.bf16x2 b, b, k, n;
+        fma.rn.bf16x2 y, a, c, n;
+        fma.rn.bf16x2 z, b, c, n;
+        fma.rn.bf16x2 $2, y, o, a;
+        fma.rn.bf16x2 $3, z, o, b;
+        }""",
+        "=r,=r,=r,=r,r,r",
+        [words],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _fp4_operand(words, scale, S: gl.constexpr, M: gl.constexpr):
+    """int32 [S, M, 16] and uint8 [S, M, 4] -> bfloat16 [S, M, 128], columns (word of a block, pair of codes, block, half)."""
+    words = gl.reshape(words, (S, M, 4, 4))
+    # one more than 2**-32 times the scale has in its exponent's field: placed bits read 2**-126 times the value
+    factor = gl.minimum((scale.to(gl.int32) << 7) + ((127 - 1 - 32) << 7), 0x7FC0) * 0x10001
+    factor = gl.convert_layout(factor, gl.SliceLayout(3, words.type.layout), assert_trivial=True)
+    factor = gl.expand_dims(factor, 3) + gl.zeros_like(words)
+    a, b, c, d, e, f, g, h = _fp4(words, factor)
+    even = gl.join(gl.join(a, c), gl.join(b, d))
+    odd = gl.join(gl.join(e, g), gl.join(f, h))
+    # [row, block, pair of words, half of a word, pair of codes (2), word of the pair]
+    values = gl.reshape(gl.join(even, odd), (S, M, 4, 2, 2, 2, 2, 2))
+    return gl.reshape(gl.permute(values, (0, 1, 3, 7, 5, 6, 2, 4)), (S, M, 128))
+
+
+@gluon.jit
+def _fp8_operand(words, S: gl.constexpr, M: gl.constexpr):
+    """int32 [S, M, 32] -> bfloat16 [S, M, 128], columns (8 codes of a block of 32, pair of codes, block, half)."""
+    a, b, c, d = _fp8(gl.reshape(words, (S, M, 4, 8)))
+    values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (S, M, 4, 4, 2, 2, 2))
+    return gl.reshape(gl.permute(values, (0, 1, 3, 5, 6, 2, 4)), (S, M, 128))
+
+
+@gluon.jit
+def _experts_of(ids_ptr, pair, pairs, first, E):
+    """The experts of these pairs counted from this rank's first, -1 for those of nobody here."""
+    expert = gl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(gl.int64) - first
+    return gl.where((pair < pairs) & (expert >= 0) & (expert < E), expert, -1).to(gl.int32)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _living(ids_ptr, pairs, first, E, BINS: gl.constexpr, CHUNK: gl.constexpr, W: gl.constexpr, EXPERTS: gl.constexpr):
+    """1 for each expert of this rank that a token takes, 0 for the others; int32 [BINS]."""
+    # each id in one thread, as a histogram asks
+    ONCE: gl.constexpr = gl.BlockedLayout([max(1, CHUNK // (32 * W))], [32], [W], [0])
+    counts = gl.zeros([BINS], gl.int32, layout=EXPERTS)
+    for at in range(0, pairs, CHUNK):
+        expert = _experts_of(ids_ptr, at + gl.arange(0, CHUNK, layout=ONCE), pairs, first, E)
+        counts += gl.histogram(gl.maximum(expert, 0), BINS, mask=expert >= 0, layout=EXPERTS)
+    return gl.minimum(counts, 1)
+
+
+@gluon.jit
+def _search(
+    ids_ptr, expert, after, pairs, first, E, CHUNK: gl.constexpr, NT: gl.constexpr, IDS: gl.constexpr, TOKENS: gl.constexpr
+):
+    """The next NT pairs of an expert after one of them, in their order [NT], and how many there are left."""
+    wanted = gl.arange(0, NT, layout=TOKENS)
+    found = gl.zeros([NT], gl.int32, layout=TOKENS)
+    count = 0
+    for at in range(0, pairs, CHUNK):
+        pair = at + gl.arange(0, CHUNK, layout=IDS)
+        same = (_experts_of(ids_ptr, pair, pairs, first, E) == expert) & (pair > after) & (expert >= 0)
+        # pairs of an expert are few: one after the other is faster than all at once
+        left = gl.where(same, pair, NONE)
+        here = gl.sum(same.to(gl.int32), 0)
+        for n in range(count, min(NT, count + here)):
+            lowest = gl.min(left, 0)
+            left = gl.where(left == lowest, NONE, left)
+            found = gl.where(wanted == n, lowest, found)
+        count += here
+    return found, count
+
+
+@gluon.jit
+def _load(w_ptr, scale_ptr, row, step, steps, K: gl.constexpr, FP4: gl.constexpr, S: gl.constexpr, M: gl.constexpr,
+          RAW: gl.constexpr, SCALES: gl.constexpr):  # fmt: skip
+    """A step's words of rows row .. row + M - 1, S pieces of 128 columns, and their scales. What lies past the end is not read."""
+    WORDS: gl.constexpr = 16 if FP4 else 32
+    J: gl.constexpr = K // (128 * S)
+    s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW)))[:, None, None]
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW)))[None, :, None]
+    k = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, RAW)))[None, None, :]
+    piece = step % J * S
+    start = w_ptr + row.to(gl.int64) * (K // 128 * WORDS) + piece * WORDS
+    words = gl.load(start + (m * (K // 128 * WORDS) + s * WORDS + k), mask=step + 0 * (m + s + k) < steps)
+    s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
+    k = gl.arange(0, 4 if FP4 else 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
+    if FP4:
+        start = scale_ptr + row.to(gl.int64) * (K // 32) + piece * 4
+        scale = gl.load(start + (m * (K // 32) + s * 4 + k), mask=step + 0 * (m + s + k) < steps)
+    else:
+        start = scale_ptr + (row // 128).to(gl.int64) * (K // 128) + piece
+        scale = gl.load(start + (s + 0 * (m + k)), mask=step + 0 * (m + s + k) < steps)
+    return words, scale
+
+
+@gluon.jit
+def _tokens(tile, S: gl.constexpr, NT: gl.constexpr, WM: gl.constexpr, MMA: gl.constexpr):
+    """The other operand [S, 128, NT], in one load of 16 bytes for two instructions."""
+    STORED: gl.constexpr = _tokens_layout(S, WM, NT)
+    B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=2)
+    # [token, 8 codes of a block, block, pair of codes (2), half of a pair]
+    x = gl.reshape(tile.load(STORED), (S, NT, 4, 4, 2, 2, 2))
+    x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 3, 6, 1)), (S, 128, NT))
+    return gl.convert_layout(x, B, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(acc, words, scale, x, FP4: gl.constexpr, S: gl.constexpr, M: gl.constexpr, NT: gl.constexpr, MMA: gl.constexpr):
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    if FP4:
+        return mma_v2(gl.convert_layout(_fp4_operand(words, scale, S, M), A, assert_trivial=True), x, acc)
+    else:  # noqa: RET505
+        part = gl.zeros([S, M, NT], gl.float32, layout=MMA)
+        part = mma_v2(gl.convert_layout(_fp8_operand(words, S, M), A, assert_trivial=True), x, part)
+        byte = scale.to(gl.int32)
+        factor = gl.where(byte == 255, 0x7FC00000, gl.where(byte == 0, 0x400000, byte << 23)).to(gl.float32, bitcast=True)
+        return acc + part * gl.convert_layout(factor, MMA, assert_trivial=False)
+
+
+@gluon.jit
+def _store_tokens(memory, in_ptr, row, live, K: gl.constexpr, PIECE: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr,
+                  W: gl.constexpr):  # fmt: skip
+    """PIECE columns of the tokens' rows to shared memory, those of each 128 in the order of an operand of weights."""
+    # 64 values a thread at a time
+    KC: gl.constexpr = min(PIECE, 2048 * W // NT)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [W, 1], [1, 0])
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
+    tiles = view(memory, gl.bfloat16, [PIECE // KC, KC // 128, NT, 128], TILE)
+    start = in_ptr + gl.convert_layout(row, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
+    live = gl.convert_layout(live, gl.SliceLayout(1, LOADED))
+    k = gl.arange(0, KC, layout=gl.SliceLayout(0, LOADED))
+    for part in gl.static_range(PIECE // KC):
+        x = gl.load(start[:, None] + (part * KC + k)[None, :], mask=live[:, None], other=0.0)
+        if FP4:
+            x = gl.permute(gl.reshape(x, (NT, KC // 128, 4, 4, 2, 4)), (1, 0, 3, 2, 5, 4))
+        else:
+            x = gl.permute(gl.reshape(x, (NT, KC // 128, 4, 4, 8)), (1, 0, 3, 2, 4))
+        tiles.index(part).store(gl.reshape(x, (KC // 128, NT, 128)))
+
+
+@gluon.jit
+def _swiglu(gate, up, limit):
+    # by default minimum returns the limit for a NaN, which would hide it
+    gate = gl.minimum(gate, limit, propagate_nan=KEEP_NAN)
+    up = gl.minimum(up, limit, propagate_nan=KEEP_NAN)
+    up = gl.maximum(up, -limit, propagate_nan=KEEP_NAN)
+    return gate / (1 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _sum(acc, S: gl.constexpr, M: gl.constexpr, NT: gl.constexpr):
+    """The slices' sum in their order [M, NT]."""
+    return gl.sum(acc, 0)
+
+
+@gluon.jit
+def _step(w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
+          S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
+    """What one step takes of the two halves of a tile."""
+    M: gl.constexpr = 16 * WM
+    RAW: gl.constexpr = _words_layout(S, WM, 4 if FP4 else 8)
+    SCALES: gl.constexpr = _words_layout(S, WM, 1)
+    row = base + step // (K // (128 * S)) * (M if GATED else 2 * M)
+    words_a, scale_a = _load(w_ptr, scale_ptr, row, step, steps, K, FP4, S, M, RAW, SCALES)
+    words_b, scale_b = _load(w_ptr, scale_ptr, row + (OUT if GATED else M), step, steps, K, FP4, S, M, RAW, SCALES)
+    return words_a, scale_a, words_b, scale_b
+
+
+@gluon.jit
+def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
+           S: gl.constexpr, WM: gl.constexpr, DEPTH: gl.constexpr):  # fmt: skip
+    """The first DEPTH steps."""
+    buffers = ()
+    for d in gl.static_range(DEPTH):
+        buffers = buffers + (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, FP4, S, WM),)
+    return buffers
+
+
+@gluon.jit
+def _tiles(
+    buffers, in_ptr, in_row, live, weight, w_ptr, scale_ptr, out_ptr, out_row, limit, base, tiles,
+    K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr, S: gl.constexpr,
+    WM: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    """Some tiles of an expert's rows for NT tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
+    M: gl.constexpr = 16 * WM
+    J: gl.constexpr = K // (128 * S)
+    PIECE: gl.constexpr = _piece(K, NT)
+    PIECE_STEPS: gl.constexpr = PIECE // (128 * S)
+    gl.static_assert(K % PIECE == 0 and J % DEPTH == 0)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, WM, 1], instr_shape=[1, 16, 8])
+    SUM: gl.constexpr = gl.SliceLayout(0, MMA)
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
+    memory = gl.allocate_shared_memory(gl.bfloat16, [PIECE_STEPS, S, NT, 128], TILE)
+    if PIECE == K:
+        _store_tokens(memory, in_ptr, in_row, live, K, K, FP4, NT, S * WM)
+    n = gl.convert_layout(out_row, gl.SliceLayout(0, SUM))
+    n_live = gl.convert_layout(live, gl.SliceLayout(0, SUM))
+    if GATED:
+        n_weight = gl.convert_layout(weight, gl.SliceLayout(0, SUM))
+    m = gl.arange(0, M, layout=gl.SliceLayout(1, SUM))
+    at = out_ptr + (n.to(gl.int64) * OUT)[None, :] + m[:, None]
+    for turn in range(tiles):
+        acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
+        acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
+        for step in range(0, J, DEPTH):
+            for d in gl.static_range(DEPTH):
+                if PIECE < K:
+                    if (step + d) % PIECE_STEPS == 0:
+                        _store_tokens(memory, in_ptr + (step + d) * (128 * S), in_row, live, K, PIECE, FP4, NT, S * WM)
+                x = _tokens(memory.index((step + d) % PIECE_STEPS), S, NT, WM, MMA)
+                acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
+                acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
+                ahead = turn * J + step + d + DEPTH
+                buffers = buffers[1:] + (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
+        sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
+        if FP4:
+            sum_a, sum_b = sum_a * UNIT, sum_b * UNIT
+        place = base + turn * (M if GATED else 2 * M)
+        if GATED:
+            h = _swiglu(sum_a, sum_b, limit) * n_weight[None, :]
+            gl.store(at + place, h.to(out_ptr.dtype.element_ty), mask=n_live[None, :])
+        else:
+            gl.store(at + place, sum_a, mask=n_live[None, :])
+            gl.store(at + place + M, sum_b, mask=n_live[None, :])
+
+
+@gluon.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
+def experts_kernel(
+    in_ptr,
+    ids_ptr,
+    weights_ptr,
+    w_ptr,
+    scale_ptr,
+    shared_in_ptr,
+    shared_ptr,
+    shared_scale_ptr,
+    out_ptr,
+    shared_out_ptr,
+    limit,
+    T,
+    pairs,
+    top_k,
+    first,
+    E,
+    shared_jobs,
+    K: gl.constexpr,
+    OUT: gl.constexpr,
+    SHARED_K: gl.constexpr,
+    SHARED_OUT: gl.constexpr,
+    GATED: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BINS: gl.constexpr,
+    COST: gl.constexpr,
+    NT: gl.constexpr,
+    SHARED_NT: gl.constexpr,
+    S: gl.constexpr,
+    WM: gl.constexpr,
+    DEPTH: gl.constexpr,
+    SHARED_DEPTH: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out [pairs, OUT] and shared_out [T, SHARED_OUT], of in [T or pairs, K] and shared_in [T, SHARED_K].
+
+    Weights are under way before what the launch before this one writes is waited for. Of the two launches the second may read
+    the ids before that: they were there when the first let it begin.
+    """
+    W: gl.constexpr = S * WM
+    ROWS: gl.constexpr = 16 * WM if GATED else 32 * WM
+    J: gl.constexpr = K // (128 * S)
+    SHARED_J: gl.constexpr = SHARED_K // (128 * S)
+    TILES: gl.constexpr = OUT // ROWS
+    SHARED_TILES: gl.constexpr = SHARED_OUT // ROWS
+    # every warp has all ids, all experts and all tokens
+    IDS: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [W], [0])
+    EXPERTS: gl.constexpr = gl.BlockedLayout([max(1, BINS // 32)], [32], [W], [0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    if PDL and GATED:
+        grid_wait()
+    if PDL:
+        launch_dependents()
+    living = _living(ids_ptr, pairs, first, E, BINS, CHUNK, W, EXPERTS)
+    rank = gl.associative_scan(living, 0, _add) - living
+    shared_cost = shared_jobs * SHARED_TILES * COST
+    total = shared_cost + gl.sum(living, 0) * TILES
+    begin = (gl.program_id(0).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
+    end = ((gl.program_id(0) + 1).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
+    for unit in range((begin + COST - 1) // COST, min((end + COST - 1) // COST, shared_jobs * SHARED_TILES)):
+        base = unit % SHARED_TILES * ROWS
+        buffers = _ahead(
+            shared_ptr, shared_scale_ptr, base, SHARED_J, SHARED_K, SHARED_OUT, GATED, False, S, WM, SHARED_DEPTH
+        )  # fmt: skip
+        if PDL and not GATED:
+            grid_wait()
+        t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
+        _tiles(
+            buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
+            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH,
+        )  # fmt: skip
+    unit = gl.maximum(begin - shared_cost, 0)
+    end -= shared_cost
+    number = gl.arange(0, NT, layout=TOKENS)
+    while unit < end:
+        index = gl.arange(0, BINS, layout=EXPERTS)
+        expert = gl.sum(gl.where((rank == unit // TILES) & (living == 1), index, 0), 0)
+        base = unit % TILES * ROWS
+        tiles = gl.minimum(TILES - unit % TILES, end - unit)
+        start = expert.to(gl.int64) * ((2 if GATED else 1) * OUT)
+        w = w_ptr + start * (K // 8)
+        scale = scale_ptr + start * (K // 32)
+        after = -1
+        count = 1
+        while count > 0:
+            buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
+            pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, NT, IDS, TOKENS)
+            live = number < count
+            after = gl.max(pair, 0)
+            if PDL and not GATED:
+                grid_wait()
+            weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
+            _tiles(
+                buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
+                K, OUT, GATED, True, NT, S, WM, DEPTH,
+            )  # fmt: skip
+            count -= NT
+        unit += tiles
+
+
+def launch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    scale13: torch.Tensor,
+    w2: torch.Tensor,
+    scale2: torch.Tensor,
+    shared13: torch.Tensor,
+    shared_scale13: torch.Tensor,
+    shared2: torch.Tensor,
+    shared_scale2: torch.Tensor,
+    first_expert: int,
+    limit: float,
+    out: torch.Tensor,
+    config: Stream,
+) -> None:
+    """Fill out [T, C]; everything is contiguous, and T > 0."""
+    T, C = x.shape
+    top_k = ids.shape[1]
+    pairs = T * top_k
+    E, I, shared_I = w13.shape[0], w13.shape[1] // 2, shared13.shape[0] // 2
+    h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
+    shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
+    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
+    words = [w.view(torch.uint8).view(torch.int32) for w in (w13, w2, shared13, shared2)]
+    scales = [s.view(torch.uint8) for s in (scale13, scale2, shared_scale13, shared_scale2)]
+    jobs = triton.cdiv(T, config.shared_t)
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    common = {
+        "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
+        "NT": config.block_t, "SHARED_NT": config.shared_t, "PDL": config.pdl,
+    }  # fmt: skip
+    counts = (limit, T, pairs, top_k, first_expert, E, jobs)
+    first = (x, ids, weights, words[0], scales[0], x, words[2], scales[2], h, shared_h)
+    second = (h, ids, weights, words[1], scales[1], shared_h, words[3], scales[3], y, y[pairs:])
+    for stage, gated, arrays, sizes in (
+        (config.w13, True, first, (C, I, C, shared_I)),
+        (config.w2, False, second, (I, C, shared_I, C)),
+    ):
+        experts_kernel[(sms * stage.per_sm,)](
+            *arrays, *counts, *sizes, GATED=gated, S=stage.slices, WM=stage.warps, DEPTH=stage.depth,
+            SHARED_DEPTH=stage.shared_depth, **common, num_warps=stage.slices * stage.warps, maxnreg=stage.registers,
+            launch_pdl=config.pdl,
+        )  # fmt: skip
+    combine(y, ids, out, first_expert, E, config.pdl)
