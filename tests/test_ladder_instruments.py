@@ -1,7 +1,10 @@
 """The ladder's instruments: passes of a clock, traces without what nobody reads, launches and operations by entry."""
 
+import collections
 import gzip
 import json
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from deepdecode.ladder.gates import LogitsGate
 from deepdecode.ladder.instruments import (
     Dispatched,
     Entry,
+    compiled_graphs,
     entries_of,
     gpu_instruments,
     profile_steps,
@@ -183,3 +187,13 @@ def test_the_whole_ladder_on_a_small_slice(tmp_path):
             launched = sum(entry["launches"] for entry in row["entries"].values())
             assert abs(launched - row["graph_launches"]) <= 0.1 * row["graph_launches"]
             assert row["entries"]["sparse_attn"]["launches"] >= config.num_layers
+
+
+def test_graphs_of_torch_compile_are_counted(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert compiled_graphs() == (0, 0)
+    counters = collections.defaultdict(collections.Counter)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.SimpleNamespace(counters=counters))
+    counters["stats"]["unique_graphs"] = 5
+    counters["graph_break"].update({"a call": 2, "a value": 1})
+    assert compiled_graphs() == (5, 3)

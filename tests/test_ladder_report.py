@@ -147,6 +147,13 @@ def test_what_a_short_run_lacks_is_said(document):
     assert "rung 2 at C = 32: not run" in text
 
 
+def test_graph_breaks_are_told(document):
+    document["rows"][-1]["compiled"] = {"graphs": 9, "graph_breaks": 2}
+    told = next(part for part in ladder_doc(document).parts if part.title == "How").items
+    last = document["rows"][-1]
+    assert f"rung {last['rung']} at C = {last['concurrency']}: torch.compile made 9 graphs, with 2 graph breaks" in told
+
+
 def test_tables_of_the_profiled_step(document):
     table = category_table(document)
     assert cells(table, "attention")[5:7] == ("5.000", "17.9 %")

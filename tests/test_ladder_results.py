@@ -39,6 +39,7 @@ def test_what_was_measured_is_read(path):
         (lambda d: d["rows"][0].pop("profile"), "no profile in row 1"),
         (lambda d: d["rows"][0]["profile"]["categories"].update(moe=3), "a profile without its numbers in row 1"),
         (lambda d: d["rows"][0]["gates"].append(7), "a gate that is not described in row 1"),
+        (lambda d: d["rows"][0].update(compiled=3), "a profile without its numbers in row 1"),
         (lambda d: d["rows"][0].update(trace="../../secrets.json"), "a trace that is not beside it in row 1"),
     ],
 )

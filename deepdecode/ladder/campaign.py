@@ -12,7 +12,15 @@ import torch
 
 from deepdecode.ladder.entries import entry_gates
 from deepdecode.ladder.gates import Gate, step_gates
-from deepdecode.ladder.instruments import KEPT_STEPS, SUMMED_STEPS, Instruments, profile_entries, profile_steps, time_steps
+from deepdecode.ladder.instruments import (
+    KEPT_STEPS,
+    SUMMED_STEPS,
+    Instruments,
+    compiled_graphs,
+    profile_entries,
+    profile_steps,
+    time_steps,
+)
 from deepdecode.ladder.results import finite
 from deepdecode.ladder.slim import Slimming
 from deepdecode.ops.table import Ops
@@ -207,7 +215,11 @@ def _measure(
     slimming: Slimming,
 ) -> None:
     """Fill the row. A step that fails a gate gets no time."""
+    before = compiled_graphs()
     graph = slice.graph(ops, concurrency)
+    graphs, breaks = (now - then for now, then in zip(compiled_graphs(), before, strict=True))
+    if graphs:
+        row["compiled"] = {"graphs": graphs, "graph_breaks": breaks}
     gates = step_gates(ops, graph.eager)
     # there every compressor completes an entry
     graph.seek(POSITIONS - 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -129,6 +130,14 @@ def profile_steps(
 
     record(work, path)
     return profile(load(path))
+
+
+def compiled_graphs() -> tuple[int, int]:
+    """Graphs that torch.compile has made in this process, and how often it had to end one early; 0 where nobody used it."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0, 0
+    counters = sys.modules["torch._dynamo.utils"].counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,8 @@ def _row_fault(row: Any, rungs: dict[str, Any]) -> str | None:
     parts = [profile.get(name) for name in STEP]
     parts += [part.get(name) for part in _dicts(profile["categories"].values()) for name in ("ms", "share")]
     parts += [part.get(name) for part in _dicts(row.get("entries", {}).values()) for name in ("launches", "us")]
+    made = row.get("compiled", {"graphs": 0, "graph_breaks": 0})
+    parts += [made.get(name) if isinstance(made, dict) else None for name in ("graphs", "graph_breaks")]
     hit = row.get("experts_hit")
     parts += [row.get("timed_steps"), row.get("repeats"), hit.get("mean") if isinstance(hit, dict) else None]
     return None if all(_is_number(part) for part in parts) else "a profile without its numbers"

@@ -145,6 +145,13 @@ def _method(document: Document) -> list[str]:
     ]
     items += document["left_out"]
     items += [f"rung {name}: {rung['title']}" for name, rung in document["rungs"].items()]
+    for row in rows:
+        if "compiled" in row:
+            made = row["compiled"]
+            items.append(
+                f"rung {row['rung']} at C = {row['concurrency']}: torch.compile made {made['graphs']} graphs, "
+                f"with {made['graph_breaks']} graph breaks"
+            )
     if rows:
         steps = sorted({row["timed_steps"] for row in rows})
         spans = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
