@@ -1,0 +1,109 @@
+"""Install, upgrade, roll back and uninstall beside SGLang, as docs/engines.md says; what SGLang loads after each of them."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make test-engines")
+
+ROOT = Path(__file__).parents[2]
+# what one of SGLang's processes does first, then what it has of us
+LOADED = """
+import json, logging, sys
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("deepdecode").addHandler(handler)
+import stand_ins
+stand_ins.install()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.kernels.ops.attention.flash_mla_sm120 as source
+from importlib import metadata
+try:
+    version = metadata.version("deepdecode")
+except metadata.PackageNotFoundError:
+    version = None
+replaced = hasattr(source.flash_mla_with_kvcache_sm120, "__wrapped__")
+ours = sorted(name for name in sys.modules if name.split(".")[0] == "deepdecode")
+print(json.dumps({"version": version, "said": lines, "replaced": replaced, "ours": ours}))
+"""
+OLDER = "0.0.1"
+
+
+def run(*command, **options):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Of an older version and of this tree."""
+    folder = tmp_path_factory.mktemp("wheels")
+    made = []
+    for version in (OLDER, None):
+        tree = folder / (version or "this")
+        shutil.copytree(ROOT / "deepdecode", tree / "deepdecode", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tree)
+        if version:
+            source = tree / "deepdecode" / "__init__.py"
+            source.write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{version}"', source.read_text()))
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, tree)
+        made.append(max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime))
+    return made
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A venv that sees this one's packages, without the checkout that is installed here."""
+    folder = tmp_path_factory.mktemp("install")
+    engines = folder / "engines"
+    engines.mkdir()
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not path.name.lower().strip("_").startswith(("deepdecode", "editable__")) and path.suffix != ".pth":
+            (engines / path.name).symlink_to(path)
+    run(sys.executable, "-m", "venv", folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
+    (site / "engines.pth").write_text(f"{engines}\n")
+    return python, site
+
+
+def test_install_upgrade_roll_back_uninstall(wheels, environment):
+    python, site = environment
+    older, newer = wheels
+    clean = {
+        "PATH": str(python.parent),
+        "HOME": str(site),
+        "SGLANG_SM120_MMA_FLASHMLA": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+
+    def pip(*words):
+        run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words)
+
+    def loaded():
+        return json.loads(run(python, "-c", LOADED, env=clean).splitlines()[-1])
+
+    absent = loaded()
+    assert absent == {"version": None, "said": [], "replaced": False, "ours": []}
+    before = sorted(path.name for path in site.iterdir())
+    current = newer.name.split("-")[1]
+    steps = [("install", older, OLDER), ("install --upgrade", newer, current), ("install", older, OLDER)]
+    for words, wheel, version in steps:
+        pip(*words.split(), "--no-deps", "--no-index", wheel)
+        found = loaded()
+        assert found["version"] == version and found["replaced"]
+        assert len(found["said"]) == 1 and found["said"][0].startswith("deepdecode in SGLang 0.5.23: on: attention ")
+    pip("uninstall", "--yes", "deepdecode")
+    assert loaded() == absent
+    assert sorted(path.name for path in site.iterdir()) == before
