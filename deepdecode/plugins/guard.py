@@ -1,4 +1,4 @@
-"""How a plug-in stands in for an engine's function: ours where we cover the call, else the engine's own, and a line that says why."""
+"""How a plug-in stands in for an engine's function: ours where we cover the call, else the engine's, and a line says why."""
 
 import logging
 import re

@@ -17,6 +17,7 @@ from deepdecode.plugins.sources import Entry, folder, problems, version
 ENGINES = {
     "sglang": "deepdecode.plugins.sglang_source",
     "transformers": "deepdecode.plugins.transformers_source",
+    "vllm": "deepdecode.plugins.vllm",
 }
 
 
