@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from deepdecode.cards import CARDS
+from deepdecode.cards import CARDS, find_card
 from deepdecode.kernels import linear_plan, moe_plan
 from deepdecode.testing.compiled import SHARED_LIMIT, Compiled, compile_kernel
 
@@ -47,7 +47,32 @@ def reachable(arch: int) -> list[tuple[str, str, object]]:
     return list(found)
 
 
+def streams() -> dict[tuple[bool, object], moe_plan.Case]:
+    """(gated, config) of each form that the streaming launches take on Hopper, with the first case that takes it."""
+    found = {}
+    for T in TOKENS:
+        for E, I in RANKS:
+            case = moe_plan.Case(T, 6, E, 4096, I, I)
+            config = moe_plan.plan_stream(case, find_card("H200"))
+            if config is not None:
+                for gated in (True, False):
+                    found.setdefault((gated, I, config), case)
+    return found
+
+
 CASES = [(arch, *form) for arch in SHARED_LIMIT for form in reachable(arch)]
+
+
+STREAMS = streams()
+
+
+def build_stream(gated: bool, case: moe_plan.Case, config: moe_plan.Stream) -> tuple[Compiled, str]:
+    os.environ.pop("TRITON_INTERPRET", None)
+    from deepdecode.kernels import moe_stream
+
+    options = moe_stream.options(config.w13 if gated else config.w2)
+    compiled = compile_kernel(moe_stream.experts_kernel, *moe_stream.compile_args(gated, case, config), 90, **options)
+    return compiled, compiled.sass()
 
 
 def build(arch: int, name: str, kind: str, config) -> tuple[Compiled, str]:
@@ -93,6 +118,36 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
     widened = layouts_of_codes(compiled.ttgir)
     assert widened if kind != "plain" else not widened
     assert all(re.search(r"kWidth = [48]|register = \[\[0, 0, 1\], \[0, 0, 2\]", layout) for layout in widened), widened
+
+
+@pytest.mark.parametrize(("gated", "config", "case"), [(*key[::2], case) for key, case in STREAMS.items()])
+def test_streams_stay_in_registers(compiler, gated, config, case):
+    compiled, sass = compiler.submit(build_stream, gated, case, config).result()
+    stage = config.w13 if gated else config.w2
+    # what a thread keeps for the whole launch may lie in memory; the loops touch none
+    assert compiled.local <= 48
+    assert stage.per_sm * compiled.shared <= SHARED_LIMIT[90]
+    assert stage.per_sm * compiled.registers * 32 * stage.slices * stage.warps <= 65536
+    steps = [loop for loop in innermost_loops(sass) if any("HMMA" in line for line in loop)]
+    assert len(steps) == 2
+    for loop in steps:
+        joined = "\n".join(loop)
+        assert "LDG.E.128" in joined and "LDS.128" in joined and not re.search(r"LDL|STL|SHFL", joined)
+    # of a step of 128 codes a lane: 17 instructions for each 8, two of mma.sync for each 16, and little else
+    fp4 = min(steps, key=lambda loop: sum("PRMT" in line for line in loop))
+    assert len(fp4) <= 385 * stage.depth
+
+
+def innermost_loops(sass: str) -> list[list[str]]:
+    """Instructions of the loops that hold no other loop."""
+    code = [(int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
+    loops = []
+    for at, line in code:
+        target = re.search(r"BRA.*?(0x[0-9a-f]+)", line)
+        if target and int(target[1], 16) < at:
+            loops.append((int(target[1], 16), at))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [[line for at, line in code if first <= at <= last] for first, last in inner]
 
 
 def layouts_of_codes(ttgir: str) -> list[str]:

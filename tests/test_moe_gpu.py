@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deepdecode.kernels.moe_plan import Stage, Stream
 from deepdecode.ops.moe import moe, moe_ref
 from deepdecode.ops.quant import E8M0, Weight
 from deepdecode.testing.experts import random_experts, random_routes
@@ -12,6 +13,8 @@ from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
+
+moe_stream = pytest.importorskip("deepdecode.kernels.moe_stream", reason="Triton's Gluon, from 3.6 on")
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +70,35 @@ def test_kinds(kind, shared, T, E, k, C, I, shared_I):
     ids, weights = random_routes(T, E + 3, k, device="cuda")
     check(inputs(T, C), ids, weights, w)
     check(4 * inputs(T, C), ids.long(), weights, w)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="the streaming kernels are for sm_90")
+@pytest.mark.parametrize(
+    "stage", [Stage(4, 2), Stage(2, 2, fetch=True), Stage(1, 4, 4), Stage(2, 4, 1), Stage(1, 1, shared_depth=2)]
+)
+def test_streams_in_every_form(stage):
+    """The same sums, whatever part of the rows and columns a warp has; more tokens of an expert than a tile takes."""
+    w = random_experts(12, 1024, 1024, 512, first=3, device="cuda")
+    x, (ids, weights) = inputs(40, 1024), random_routes(40, 20, 6, device="cuda")
+    want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    for shared_t in (8, 16, 32):
+        out = torch.full_like(x, float("nan"))
+        moe_stream.launch(x, ids, weights, *stored, 3, LIMIT, out, Stream(stage, stage, shared_t=shared_t))
+        assert rel_err(out, want) < MAX_ERR
+        assert worst_row_err(out, want) < MAX_ROW_ERR
+
+
+@pytest.mark.parametrize("power", [-30, -15, 15])
+def test_scales_far_from_one(power):
+    """Weights of w13 and w2 in units of 2**power and 2**-power, beside a shared expert that adds nothing."""
+    w = random_experts(8, 256, 128, 128, device="cuda")
+    scale13, scale2 = w.w13.scale.view(torch.uint8) + power, w.w2.scale.view(torch.uint8) - power
+    w = replace(w, w13=Weight(w.w13.data, scale13.view(E8M0)), w2=Weight(w.w2.data, scale2.view(E8M0)))
+    w.shared2.data.view(torch.uint8).zero_()
+    x, (ids, weights) = inputs(5, 256), random_routes(5, 8, 3, device="cuda")
+    want = moe_ref(x.double(), ids, weights.double(), w, 1e30)
+    assert rel_err(moe(x, ids, weights, w, 1e30), want) < MAX_ERR
 
 
 def test_hostile_routes():

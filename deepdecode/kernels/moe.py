@@ -278,9 +278,7 @@ def w2_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs", "first", "E"])
-def combine_kernel(
-    y_ptr, ids_ptr, out_ptr, pairs, first, E, C, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, first, E, C, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:

@@ -100,6 +100,7 @@ class Stage:
     shared_depth: int = 1
     per_sm: int = 2
     registers: int = 128
+    fetch: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from deepdecode.kernels.attention_sm90_rows import grid_wait, launch_dependents, view
 from deepdecode.kernels.moe import combine
-from deepdecode.kernels.moe_plan import Stream
+from deepdecode.kernels.moe_plan import Case, Stage, Stream
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 # scales are taken 2**32 too small, so that those from 2**-100 to 2**33 stay in bfloat16's range; larger ones show as NaN
@@ -316,6 +316,42 @@ def _sum(acc, S: gl.constexpr, M: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_pieces(start, size, count):
+    """Bring some pieces of `size` bytes, one after the other, to L2: a piece a warp."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t, l;
+        .reg .b64 a;
+        mov.u32 t, %tid.x;
+        and.b32 l, t, 31;
+        shr.u32 t, t, 5;
+        setp.lt.u32 p, t, $3;
+        setp.eq.and.u32 p, l, 0, p;
+        mad.wide.u32 a, t, $2, $1;
+        @p cp.async.bulk.prefetch.L2.global [a], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [start, size, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fetch(
+    w_ptr, scale_ptr, row, live, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, M: gl.constexpr, W: gl.constexpr
+):
+    """Bring a tile of FP4 rows to L2, long before its steps load it."""
+    for half in gl.static_range(2):
+        at = (row + half * (OUT if GATED else M)).to(gl.int64)
+        _fetch_pieces((w_ptr + at * (K // 8)).to(gl.int64), M * (K // 2) // W, gl.where(live, W, 0))
+        _fetch_pieces((scale_ptr + at * (K // 32)).to(gl.int64), M * (K // 32), gl.where(live, 1, 0))
+
+
+@gluon.jit
 def _step(w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
           S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
     """What one step takes of the two halves of a tile."""
@@ -342,7 +378,7 @@ def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GA
 def _tiles(
     buffers, in_ptr, in_row, live, weight, w_ptr, scale_ptr, out_ptr, out_row, limit, base, tiles,
     K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr, S: gl.constexpr,
-    WM: gl.constexpr, DEPTH: gl.constexpr,
+    WM: gl.constexpr, DEPTH: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     """Some tiles of an expert's rows for NT tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
     M: gl.constexpr = 16 * WM
@@ -363,6 +399,9 @@ def _tiles(
     m = gl.arange(0, M, layout=gl.SliceLayout(1, SUM))
     at = out_ptr + (n.to(gl.int64) * OUT)[None, :] + m[:, None]
     for turn in range(tiles):
+        if FETCH:
+            next_row = base + (turn + 1) * (M if GATED else 2 * M)
+            _fetch(w_ptr, scale_ptr, next_row, turn + 1 < tiles, K, OUT, GATED, M, S * WM)
         acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         for step in range(0, J, DEPTH):
@@ -420,6 +459,7 @@ def experts_kernel(
     WM: gl.constexpr,
     DEPTH: gl.constexpr,
     SHARED_DEPTH: gl.constexpr,
+    FETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out [pairs, OUT] and shared_out [T, SHARED_OUT], of in [T or pairs, K] and shared_in [T, SHARED_K].
@@ -442,7 +482,8 @@ def experts_kernel(
     if PDL:
         launch_dependents()
     living = _living(ids_ptr, pairs, first, E, BINS, CHUNK, W, EXPERTS)
-    rank = gl.associative_scan(living, 0, _add) - living
+    # a living expert's number among them
+    rank = gl.where(living == 1, gl.associative_scan(living, 0, _add) - 1, -1)
     shared_cost = shared_jobs * SHARED_TILES * COST
     total = shared_cost + gl.sum(living, 0) * TILES
     begin = (gl.program_id(0).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
@@ -457,14 +498,14 @@ def experts_kernel(
         t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
         _tiles(
             buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
-            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH,
+            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, False,
         )  # fmt: skip
     unit = gl.maximum(begin - shared_cost, 0)
     end -= shared_cost
     number = gl.arange(0, NT, layout=TOKENS)
     while unit < end:
         index = gl.arange(0, BINS, layout=EXPERTS)
-        expert = gl.sum(gl.where((rank == unit // TILES) & (living == 1), index, 0), 0)
+        expert = gl.sum(gl.where(rank == unit // TILES, index, 0), 0)
         base = unit % TILES * ROWS
         tiles = gl.minimum(TILES - unit % TILES, end - unit)
         start = expert.to(gl.int64) * ((2 if GATED else 1) * OUT)
@@ -473,6 +514,8 @@ def experts_kernel(
         after = -1
         count = 1
         while count > 0:
+            if FETCH:
+                _fetch(w, scale, base, True, K, OUT, GATED, 16 * WM, W)
             buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
             pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, NT, IDS, TOKENS)
             live = number < count
@@ -482,10 +525,25 @@ def experts_kernel(
             weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
             _tiles(
                 buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
-                K, OUT, GATED, True, NT, S, WM, DEPTH,
+                K, OUT, GATED, True, NT, S, WM, DEPTH, FETCH,
             )  # fmt: skip
             count -= NT
         unit += tiles
+
+
+def _constants(gated: bool, pairs: int, E: int, C: int, I: int, shared_I: int, config: Stream) -> dict[str, int]:
+    """The constants of one of the two launches."""
+    stage = config.w13 if gated else config.w2
+    sizes = (C, I, C, shared_I) if gated else (I, C, shared_I, C)
+    return dict(zip(("K", "OUT", "SHARED_K", "SHARED_OUT"), sizes, strict=True)) | {
+        "GATED": gated, "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
+        "NT": config.block_t, "SHARED_NT": config.shared_t, "S": stage.slices, "WM": stage.warps, "DEPTH": stage.depth,
+        "SHARED_DEPTH": stage.shared_depth, "FETCH": stage.fetch, "PDL": config.pdl,
+    }  # fmt: skip
+
+
+def options(stage: Stage) -> dict[str, int]:
+    return {"num_warps": stage.slices * stage.warps, "maxnreg": stage.registers}
 
 
 def launch(
@@ -517,20 +575,21 @@ def launch(
     scales = [s.view(torch.uint8) for s in (scale13, scale2, shared_scale13, shared_scale2)]
     jobs = triton.cdiv(T, config.shared_t)
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    common = {
-        "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
-        "NT": config.block_t, "SHARED_NT": config.shared_t, "PDL": config.pdl,
-    }  # fmt: skip
     counts = (limit, T, pairs, top_k, first_expert, E, jobs)
     first = (x, ids, weights, words[0], scales[0], x, words[2], scales[2], h, shared_h)
     second = (h, ids, weights, words[1], scales[1], shared_h, words[3], scales[3], y, y[pairs:])
-    for stage, gated, arrays, sizes in (
-        (config.w13, True, first, (C, I, C, shared_I)),
-        (config.w2, False, second, (I, C, shared_I, C)),
-    ):
+    for stage, gated, arrays in ((config.w13, True, first), (config.w2, False, second)):
         experts_kernel[(sms * stage.per_sm,)](
-            *arrays, *counts, *sizes, GATED=gated, S=stage.slices, WM=stage.warps, DEPTH=stage.depth,
-            SHARED_DEPTH=stage.shared_depth, **common, num_warps=stage.slices * stage.warps, maxnreg=stage.registers,
-            launch_pdl=config.pdl,
-        )  # fmt: skip
+            *arrays, *counts, **_constants(gated, pairs, E, C, I, shared_I, config), **options(stage), launch_pdl=config.pdl
+        )
     combine(y, ids, out, first_expert, E, config.pdl)
+
+
+def compile_args(gated: bool, case: Case, config: Stream) -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of a launch as `launch` passes them, to compile it without a GPU."""
+    out = "bf16" if gated else "fp32"
+    pointers = {"in": "bf16", "ids": "i32", "weights": "fp32", "w": "i32", "scale": "u8", "out": out}
+    pointers |= {"shared_in": "bf16", "shared": "i32", "shared_scale": "u8", "shared_out": out}
+    types = {f"{pointer}_ptr": f"*{kind}:16" for pointer, kind in pointers.items()} | {"limit": "fp32"}
+    types |= dict.fromkeys(("T", "pairs", "top_k", "first", "E", "shared_jobs"), "i32")
+    return types, _constants(gated, case.T * case.top_k, case.E, case.C, case.I, case.shared_I, config)
