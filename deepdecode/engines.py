@@ -37,8 +37,8 @@ def read_engines(
         gluon: whether Triton has the Gluon that the Hopper kernels are written in.
 
     Returns:
-        what `plugins.report.report` gives; each part with `cards`: of each card its name, arch, `ours` (whether our kernel runs
-        in a decode step) and `why` (why not, else "").
+        what `plugins.report.report` gives; each part with `cards`: of each card its name, arch, `covers` (whether our kernel
+        takes a decode step, if the part is on), `why` (why not, else "") and `ours` (whether it does, as things are switched).
     """
     told = []
     for name in names:
@@ -50,12 +50,10 @@ def read_engines(
 
 
 def _runs(part: dict[str, Any], card: Card, model: ModelConfig, tp: int, gluon: bool) -> dict[str, Any]:
-    why = part["why"]
+    why = uncovered(part["op"], card, model, tp, gluon) if part["op"] else None
     if part["archs"] and card.arch not in part["archs"]:
         why = f"it is for {', '.join(f'sm_{arch}' for arch in part['archs'])}"
-    elif not why and part["op"]:
-        why = uncovered(part["op"], card, model, tp, gluon) or ""
-    return {"ours": not why, "why": why}
+    return {"covers": not why, "why": why or "", "ours": part["on"] and not why}
 
 
 def uncovered(op: str, card: Card, model: ModelConfig, tp: int, gluon: bool = True) -> str | None:
@@ -101,9 +99,9 @@ def engines_text(told: list[dict[str, Any]], sizes: dict[str, int]) -> str:
             if engine["installed"]:
                 broken = [f"    signature: {problem}" for problem in part["signatures"]]
                 lines += broken or ["    signatures hold"]
-            for n, card in enumerate(part["cards"] if part["on"] else ()):
-                who = "ours" if card["ours"] else f"{engine['engine']}'s own: {card['why']}"
-                lines.append(f"    GPU {n}, sm_{card['arch']}: {who}")
+            for n, card in enumerate(part["cards"]):
+                who = "ours" if card["covers"] else f"{engine['engine']}'s own: {card['why']}"
+                lines.append(f"    GPU {n}, sm_{card['arch']}: {'' if part['on'] else 'would be '}{who}")
     return "\n".join(lines)
 
 

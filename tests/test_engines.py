@@ -120,7 +120,16 @@ def test_who_runs_what_on_which_card(engine, monkeypatch):
         "", "", "sm_75 has no bfloat16 tensor cores; sm_80 is the first that has",
     ]  # fmt: skip
     assert [card["why"] for card in moe["cards"]] == ["it is for sm_120, sm_121", "", "it is for sm_120, sm_121"]
-    assert [card["ours"] for card in moe["cards"]] == [False, True, False]
+    assert [card["ours"] for card in moe["cards"]] == [card["covers"] for card in moe["cards"]] == [False, True, False]
+    monkeypatch.setenv("DEEPDECODE_TESTS", "attention")
+    told = engines.read_engines(["engine_of_tests"], cards, ModelConfig(), 8)
+    moe = told[0]["parts"][1]
+    assert [(card["covers"], card["ours"]) for card in moe["cards"]] == [(False, False), (True, False), (False, False)]
+    text = engines.engines_text(told, engines.model_sizes(ModelConfig(), 8))
+    assert "    GPU 0, sm_90: ours\n    GPU 1, sm_120: ours\n    GPU 2, sm_75: engine_of_tests's own: sm_75 has no" in text
+    assert (
+        "    GPU 0, sm_90: would be engine_of_tests's own: it is for sm_120, sm_121\n    GPU 1, sm_120: would be ours" in text
+    )
     other = engines.read_engines(["engine_of_tests"], cards[:1], ModelConfig(head_dim=256), 8)[0]["parts"][0]
     assert other["cards"][0]["why"] == "rows of 256, not 512"
 
