@@ -275,6 +275,29 @@ def _ladder(args: argparse.Namespace) -> int:
     return ladder_command(Request(**vars(args)))
 
 
+def _quality_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--checkpoint", type=Path, metavar="DIR", help="an official checkpoint (default: the embedded tiny model)")
+    p.add_argument(
+        "--text", type=Path, action="append", default=[], metavar="FILE", help="text that the model has not seen; repeatable"
+    )
+    p.add_argument("--tokens", type=int, metavar="N", help="tokens of text to read (default: 65536 on a GPU, 1024 without)")
+    p.add_argument("--contexts", metavar="A,B", help="lengths at which choices of entries are compared, the longest is read")
+    p.add_argument("--only", metavar="A;B", help="only these choices, semicolons between")
+    p.add_argument(
+        "--needles", type=int, default=2, metavar="N", help="needles at each context, 0 for none (default %(default)s)"
+    )
+    p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU where there is one)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="write quality.json and a picture there")
+    p.add_argument("--commit", metavar="ID", help="the commit that is measured, where the checkout has no .git")
+    p.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def _quality(args: argparse.Namespace) -> int:
+    from deepdecode.quality.command import Request, quality_command
+
+    return quality_command(Request(**{**vars(args), "text": tuple(args.text)}))
+
+
 COMMANDS = {
     "generate": Command(
         "text in, tokens out, for prompts taken as they are (no chat format); speed and memory go to stderr",
@@ -316,6 +339,14 @@ COMMANDS = {
   deepdecode ladder --report results/h200/ladder-tp8.json --no-findings""",
         _ladder_arguments,
         _ladder,
+    ),
+    "quality": Command(
+        "what each precision choice costs on held-out text: bits, chosen entries and experts, needles found, drafts accepted",
+        """  deepdecode quality
+  deepdecode quality --checkpoint DIR --text a.py --text b.py --tokens 32768 --out results/h200
+  deepdecode quality --only "kv fp8; index fp4" --contexts 512,2048 --needles 0 --json""",
+        _quality_arguments,
+        _quality,
     ),
     "env": Command(
         "versions, GPUs, which kernels cover them and what that rests on; safe to paste: no paths, users or host names",

@@ -46,15 +46,18 @@ MAY = {
     "bench": {"bench", "ops", "kernels", "kvcache", "fallback", "testing", "config", "cards", "plugins"},
     "ladder": {"bench", "cards", "checkpoint", "config", "errors", "kernels", "kvcache", "ladder", "model", "ops", "progress"}
     | {"runner", "rungs", "slices", "testing", "tiny", "trace"},
+    # what precision costs, a command
+    "quality": {"bench", "checkpoint", "config", "errors", "kvcache", "model", "ops", "progress", "quality", "runner"}
+    | {"speculate", "text", "tiny", "trace"},
     "cli": {"errors", "generate", "inspect", "plan", "env", "engines", "bench", "ladder", "kernels", "ops", "cards", "config"}
-    | {"trace"},
+    | {"quality", "trace"},
     "__main__": {"cli"},
 }
 
 # the commands
-EDGE = {"generate", "inspect", "plan", "env", "ladder"}
+EDGE = {"generate", "inspect", "plan", "env", "ladder", "quality"}
 # what of the edge a part may import
-ALLOWED = {"__main__": {"cli"}, "cli": EDGE, "ladder": {"ladder"}}
+ALLOWED = {"__main__": {"cli"}, "cli": EDGE, "ladder": {"ladder"}, "quality": {"quality"}}
 ALLOWED |= {name: {"plugins"} for name in ("plugins", "engines", "bench")}
 
 

@@ -1,0 +1,1 @@
+"""What each precision choice costs on text that the model has not seen: bits, chosen entries and experts, needles, drafts."""
