@@ -16,6 +16,7 @@ from deepdecode.ops.attention import sparse_attn_ref
 from deepdecode.ops.indexer import index_topk_ref
 from deepdecode.ops.mhc import mhc_post_ref, mhc_pre_ref
 from deepdecode.plugins import sglang as plugin
+from deepdecode.plugins import sglang_megakernel as megakernel
 from deepdecode.plugins import sglang_ops as ops
 from deepdecode.plugins.guard import Guard
 from deepdecode.plugins.sglang_source import PLUGIN
@@ -392,6 +393,55 @@ def test_other_experts_are_prepared_by_sglang(config, dtype, line, caplog):
     assert ops.moe_load(original, method, layer) == "SGLang's own"
     assert line in caplog.text and not hasattr(layer, "_deepdecode_experts")
     assert ops.moe_apply(original, method, layer, None) == "SGLang's own"
+
+
+# the megakernel contract
+
+
+@pytest.fixture
+def another_megakernel(tmp_path, monkeypatch):
+    """A distribution with an entry point of the same name, of which SGLang would run one alone."""
+    (tmp_path / "another_mega.py").write_text("calls = []\ndef register(): calls.append(1)\n")
+    info = tmp_path / "another_mega-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another-mega\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nnvidia_megakernel = another_mega:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_megakernel_of_another_package_has_the_place(another_megakernel, monkeypatch, caplog):
+    monkeypatch.setenv("DEEPDECODE_SGLANG", "megakernel")
+    megakernel.register.__wrapped__()
+    import another_mega
+
+    assert another_mega.calls == [1]
+    assert caplog.messages == ["deepdecode in SGLang: megakernel is off: another_mega has one"]
+
+
+def test_a_megakernel_that_breaks_raises_nothing(another_megakernel, tmp_path, caplog):
+    (tmp_path / "another_mega.py").write_text("raise OSError('no libcuda')")
+    sys.modules.pop("another_mega", None)
+    megakernel.register.__wrapped__()
+    assert caplog.messages == ["deepdecode in SGLang: megakernel is off: OSError: no libcuda"]
+
+
+def test_a_covered_step_is_covered_and_no_longer():
+    built = megakernel._build(None, None, SimpleNamespace(widths=(1, 8, 64, 128)))
+    assert built.widths == (1, 8, 64)
+    assert built.forward(None, lambda *args: (ops.covered.get(), args), 1, 2) == (True, (1, 2))
+    assert not ops.covered.get()
+    with pytest.raises(ZeroDivisionError):
+        built.forward(None, lambda: 1 / 0)
+    assert not ops.covered.get()
+
+
+def test_hooks_of_covered_steps_are_sglangs_outside(monkeypatch):
+    hook = plugin._around("attention_sm120", always=False)
+    call = as_sglang(attention_inputs(1, 8, 128, 0))
+    assert hook(original, **call) == "SGLang's own"
+    built = megakernel.Steps((1,))
+    out, _ = built.forward(None, lambda: hook(original, **call))
+    assert torch.equal(out, plugin._around("attention_sm120", always=True)(original, **call)[0])
 
 
 # the check of an engine's source
