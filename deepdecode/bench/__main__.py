@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("op", choices=["attention"])
     parser.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
     parser.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
-    parser.add_argument("--fit", action="store_true", help="write the tuning table from the H200's result files; needs no GPU")
+    parser.add_argument("--fit", action="store_true", help="write the tuning table from the H200's sweeps; needs no GPU")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long; run again to go on")
@@ -101,13 +101,13 @@ def sweep(options: argparse.Namespace, card: Card, commit: str) -> int:
 
 
 def fit(options: argparse.Namespace, card: Card) -> int:
-    """Write the plan's table from the launches that the card's result files hold."""
+    """Write the plan's table from the launches that the card's sweeps hold."""
     folder = options.out / _folder(card)
     rows = tune.recorded(folder)
     if not rows:
         print(f"bench: {folder} holds no launches; bench attention --sweep measures some", file=sys.stderr)
         return 2
-    files = sorted(path.name for path in (*folder.glob("attention_sweep*.json"), *folder.glob("attention.json")))
+    files = sorted(path.name for path in folder.glob("attention_sweep*.json"))
     facts = {"command": "python -m deepdecode.bench attention --fit", "evidence": files, "launches": len(rows)}
     print(tune.write_table(rows, card, device=card.name, date=time.strftime("%Y-%m-%d"), **facts))
     return 0
