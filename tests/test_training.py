@@ -22,6 +22,7 @@ from training.config import CONFIG
 from training.forward import Model, choose, index_loss
 from training.loop import Recipe, Run, losses
 from training.optim import orthogonal
+from training.prompts import PROMPTS, parses
 from training.weights import from_tensors, initial, nbytes, rounded, specs, to_tensors
 
 # float32, the same products in another order: 1e-6 is seen
@@ -216,3 +217,48 @@ def test_kneser_ney_is_a_distribution_and_what_the_definition_says():
     # never after 5: what is left, by how many tokens 9 follows
     lower = two.probability(np.array([11, 9], np.int32))
     assert two.probability(np.array([5, 9], np.int32)) == pytest.approx(left / 6 * lower, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "right"),
+    [
+        ("def add(a, b):\n", "    return a + b\n\n\ndef sub(a,", True),
+        # nothing has ended, or a header alone has
+        ("def add(a, b):\n", "    return a + b", False),
+        ("def add(a, b):\n", "    if a:\n", False),
+        ("from collections import ", "deque", False),
+        ("x = ", "(1,\n 2,\n 3", False),
+        ("def f():\n", '    """Words\n    that go on\n', False),
+        ("from collections import ", "deque\n", True),
+        ("x = ", "(1,\n 2,\n 3)\ny", True),
+        ("def f():\n", '    """Words."""\n    pass\n@g\n', True),
+        # wrong in the middle, at the end, in its indentation
+        ("def add(a, b):\n", "    return a +\n    b\n", False),
+        ("def main():\n    p = P(", "x=1)\n    y=)\n", False),
+        ("def add(a, b):\n", "    x = 1\n  y = 2\n", False),
+        # a try may wait for its except, but not once its block is left
+        ("def get(self):\n    try:\n", "        return self[1]\n    exc", True),
+        ("def get(self):\n    try:\n", "        return self[1]\n    x = 3\n", False),
+        ("    def close(self):\n        if self", ".f:\n            self.f.close()\n", True),
+    ],
+)
+def test_what_parses(prompt, completion, right):
+    assert parses(prompt, completion) == right
+
+
+def test_the_prompts_are_twenty_beginnings_of_python():
+    assert len(set(PROMPTS)) == 20 and not any(parses(prompt, "") for prompt in PROMPTS)
+    endings = [
+        "x\n",
+        "x = 1\n",
+        "    pass\n",
+        "        pass\n",
+        "'a')\n",
+        "x(1)\n",
+        ":\n        pass\n",
+        ":\n            x = 1\n",
+        ":\n    return 1\n",
+    ]
+    endings += ["):\n        self.x = 1\n", "_x(1)\n", "    import x\nexcept ImportError:\n    pass\n", "3):\n    pass\n"]
+    for prompt in PROMPTS:
+        assert any(parses(prompt, ending) for ending in endings), prompt

@@ -4,6 +4,7 @@
     python tools/train_tiny.py train DATA RUN [options]     train, or go on with a run; --seconds ends a piece
     python tools/train_tiny.py export DATA RUN MODEL        an official checkpoint: FP8, FP4, tokenizer, card
     python tools/train_tiny.py curve RUN                    the loss curve as a picture
+    python tools/train_tiny.py prompts MODEL                greedy text of twenty prompts, and how many are Python
 
 Resumable: the same command goes on where the last piece ended, bit for bit on a CPU. Everything follows from --seed.
 """
@@ -21,6 +22,7 @@ from training import data
 from training.config import CONFIG
 from training.export import curve, export
 from training.loop import Recipe, Run
+from training.prompts import PROMPTS, complete, parses
 
 
 def main(argv: list[str]) -> int:
@@ -47,6 +49,9 @@ def main(argv: list[str]) -> int:
     one.add_argument("model", type=Path)
     one = what.add_parser("curve")
     one.add_argument("run", type=Path)
+    one = what.add_parser("prompts")
+    one.add_argument("model", type=Path)
+    one.add_argument("--tokens", type=int, default=64)
     args = p.parse_args(argv)
     if args.what == "data":
         print(json.dumps(data.prepare(args.stdlib, args.out, args.vocab), indent=1))
@@ -54,8 +59,13 @@ def main(argv: list[str]) -> int:
         return train(args)
     elif args.what == "export":
         print(json.dumps(export(args.data, args.run, args.model, CONFIG), indent=1))
-    else:
+    elif args.what == "curve":
         print(curve(args.run))
+    else:
+        made = complete(args.model, args.tokens)
+        for prompt, text in zip(PROMPTS, made, strict=True):
+            print(f"=== {'parses' if parses(prompt, text) else 'does not parse'}\n{prompt}|{text}\n")
+        print(f"{sum(map(parses, PROMPTS, made))} of {len(PROMPTS)} parse up to their last complete statement")
     return 0
 
 
