@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -19,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from ngram import KneserNey
 from training import data
 from training.config import CONFIG
+from training.export import curve, export
 from training.forward import Model, choose, index_loss
 from training.loop import Recipe, Run, losses
 from training.optim import orthogonal
-from training.prompts import PROMPTS, parses
+from training.prompts import PROMPTS, complete, parses
 from training.weights import from_tensors, initial, nbytes, rounded, specs, to_tensors
 
 # float32, the same products in another order: 1e-6 is seen
@@ -262,3 +264,46 @@ def test_the_prompts_are_twenty_beginnings_of_python():
     endings += ["):\n        self.x = 1\n", "_x(1)\n", "    import x\nexcept ImportError:\n    pass\n", "3):\n    pass\n"]
     for prompt in PROMPTS:
         assert any(parses(prompt, ending) for ending in endings), prompt
+
+
+def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
+    """Text, tokenizer, a short run, its export: what the card says is what the exported model measures, run as any other is."""
+    library = tmp_path / "lib"
+    (library / "test").mkdir(parents=True)
+    (library / "test" / "test_x.py").write_text("assert False\n" * 40)
+    names = [f"m{i}.py" for i in range(300)]
+    chosen = {
+        split: [name for name in names if data.split_of(name) == split][:n]
+        for split, n in (("train", 9), ("valid", 1), ("test", 2))
+    }
+    for i, name in enumerate(name for own in chosen.values() for name in own):
+        (library / name).write_text("".join(f"def f{i}_{k}(x):\n    return x + {k}\n\n\n" for k in range(12)))
+    monkeypatch.setattr(data, "MANIFEST", tmp_path / "manifest.txt")
+    data.MANIFEST.write_text(data.make_manifest(library))
+    counts = data.prepare(library, tmp_path / "data", 300)
+    assert {split: count["files"] for split, count in counts.items()} == {"train": 9, "valid": 1, "test": 2}
+    small = {"hidden_size": 32, "head_dim": 64, "num_heads": 2, "hc_iters": 3, "index_topk": 4, "vocab_size": 300}
+    config = dataclasses.replace(QUANTISED, num_layers=2, compress_ratios=(0, 4), eos_ids=(1,), expert_width=128, **small)
+    recipe = Recipe(steps=8, rows=2, length=64, lr=2e-2, warmup=2)
+    splits = {split: data.load_tokens(tmp_path / "data", split) for split in ("train", "valid")}
+    run = Run(tmp_path / "run", config, recipe, splits, torch.device("cpu"), compiled=False)
+    with pytest.raises(ValueError, match=r"must hold a run that was evaluated, got no state.pt and best.pt"):
+        export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config)
+    run.go(log_every=2, eval_every=4)
+    told = export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config)
+    assert curve(tmp_path / "run").stat().st_size > 5000
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert str(told["test_bits_per_byte_exported"]) in card and "Python Software Foundation License" in card
+
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert checkpoint.config.expert_dtype == "fp4" and checkpoint.dtype("layers.0.ffn.experts.0.w1.weight") == "I8"
+    weights = load_model(checkpoint, dtype=torch.float32)
+    test, bits = data.load_tokens(tmp_path / "data", "test"), 0.0
+    for piece in data.pieces(test, 2 * recipe.length):
+        runner = Runner(weights, max_len=len(piece), fmt="f32")
+        logits = runner.prefill(runner.cache.acquire(), piece[:-1].tolist(), every=True)
+        bits -= float(logits.log_softmax(1).gather(1, torch.from_numpy(piece[1:, None])).sum()) / math.log(2)
+    assert told["test_bits_per_byte_exported"] == pytest.approx(bits / test.sizes.sum(), abs=2e-4)
+    assert told["test_bits_per_byte_exported"] != told["test_bits_per_byte_fp32"]
+    made = complete(tmp_path / "model", 3)
+    assert len(made) == 20 and any(made)
