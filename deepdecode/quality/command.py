@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -83,11 +83,20 @@ def quality_command(request: Request) -> int:
         "model": str(request.checkpoint or "embedded"),
         "contexts": list(contexts),
         "rows": [],
+        "left_out": {},
+        "needles": [],
+        "drafts": None,
     }
-    measure(request, checkpoint, device, contexts, choices, document)
-    if request.out:
-        path = request.out / "quality.json"
-        save(path, document)
+    path = request.out / "quality.json" if request.out else None
+
+    def keep() -> None:
+        if path:
+            save(path, document)
+
+    # a folder that cannot be written in is found before anything is measured
+    keep()
+    measure(request, checkpoint, device, contexts, choices, document, keep)
+    if path:
         print(f"written: {path}", file=sys.stderr)
         try:
             from deepdecode.quality.plots import plot_quality
@@ -141,8 +150,9 @@ def measure(
     contexts: Sequence[int],
     choices: Sequence[Choice],
     document: dict[str, Any],
+    keep: Callable[[], None],
 ) -> None:
-    """Add what was measured to the document: rows, needles, drafts."""
+    """Add what was measured to the document: rows, needles, drafts; `keep` is called after each of them."""
     config = checkpoint.config
     text = Text(checkpoint.path, config.bos_id)
     documents = held_out(list(request.text))
@@ -178,7 +188,7 @@ def measure(
             "seconds": round(seconds[choice.name], 2),
         }
         document["rows"].append(row)
-    document["needles"] = []
+    keep()
     for context in contexts if request.needles else ():
         # nearer than the window nothing is asked of the indexer
         if context - MARGIN <= config.window:
@@ -189,13 +199,14 @@ def measure(
             found = find(weights(BASE), BASE, hay, seed)
             document["needles"].append({"context": context, "choice": name, **found})
         bar.end()
-    document["drafts"] = None
+        keep()
     try:
         draft = load_draft(checkpoint, weights(BASE), dtype=BASE.dtype)
     except CheckpointError:
         return
     short = pieces(text, documents, 256, 256 * (DRAFTS if on_gpu else CPU_DRAFTS))
     document["drafts"] = speculation(weights(BASE), draft, BASE, short, DRAFTED)
+    keep()
 
 
 def quality_doc(document: dict[str, Any]) -> Doc:
