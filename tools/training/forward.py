@@ -227,11 +227,12 @@ def write(y: Tensor, flat: Tensor, post: Tensor, comb: Tensor, dropout: float) -
 
 
 def _head(p: Params, at: str, streams: Tensor, config: ModelConfig) -> Tensor:
-    """[B, S, C]: read from the streams and normed, ready for the vocabulary."""
+    """Logits [B, S, V] float32: the streams read once more, normed and multiplied with the vocabulary."""
     inner = wide(streams.flatten(0, 1))
     fn, base, scale = (p[f"{at}hc_head_{part}"].to(inner.dtype) for part in ("fn", "base", "scale"))
     x = mhc_head_ref(inner, fn, base, scale, config.norm_eps, config.hc_eps).to(streams.dtype)
-    return _norm(x, p[f"{at}norm.weight"], config.norm_eps).unflatten(0, streams.shape[:2])
+    x = _norm(x, p[f"{at}norm.weight"], config.norm_eps)
+    return (wide(x) @ wide(p["head.weight"]).mT).unflatten(0, streams.shape[:2])
 
 
 def part(p: Params, at: str) -> Params:
@@ -277,7 +278,7 @@ class Model:
                 kls.append(kl)
                 if keep and chosen is not None:
                     kept[f"layers.{i}"] = chosen
-        logits = wide(_head(p, "", streams, config) @ p["head.weight"].mT)
+        logits = _head(p, "", streams, config)
         kl = torch.stack(kls).mean() if kls else logits.new_zeros(())
         if not draft:
             return Result(logits, None, kl, loads, kept)
@@ -287,8 +288,7 @@ class Model:
         seen = _norm(streams, own["hnorm.weight"], config.norm_eps) @ own["h_proj.weight"].mT
         streams, _, load, _ = self._layer(own, told[:, :, None] + seen, tokens, turns[0], 0, None, dropout)
         loads[DRAFT + "ffn.gate.bias"] = load
-        guess = wide(_head(p, DRAFT, streams[:, :-1], config) @ p["head.weight"].mT)
-        return Result(logits, guess, kl, loads, kept)
+        return Result(logits, _head(p, DRAFT, streams[:, :-1], config), kl, loads, kept)
 
     def _layer(
         self,
