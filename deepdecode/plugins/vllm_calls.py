@@ -75,8 +75,10 @@ def choose(layer: Any, q: Tensor, weights: Tensor, metadata: Any) -> None:
     sequences = decode.decode_lens.shape[0]
     if decode.requires_padding or lens.shape[0] != T or not sequences or T % sequences:
         raise ValueError(f"{T} tokens of {sequences} sequences with {lens.shape[0]} lengths are not as many for each")
-    if layer.dcp_world_size > 1 or layer.use_pcp or not layer.skip_k_cache_insert:
+    if layer.dcp_world_size > 1 or layer.use_pcp:
         raise ValueError("context parallelism is on")
+    if not layer.skip_k_cache_insert:
+        raise ValueError("the keys are still to be written")
     if getattr(layer, "candidate_blocks", None) is not None:
         raise ValueError("candidate blocks are filtered")
     keys = _rows("the index keys' pages", layer.k_cache.kv_cache, ROW_132)
