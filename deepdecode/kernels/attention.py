@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepdecode.kernels.attention_codes import convert, interpreted, low_half, narrow, place, place_bfloat16
+from deepdecode.kernels.attention_codes import convert, halves, interpreted, pack, place, place_bfloat16
 from deepdecode.kernels.attention_merge import Parts, launch_merge
 from deepdecode.kernels.attention_plan import Config
 from deepdecode.ops.rows import PagedRows
@@ -35,25 +35,28 @@ MAX_TOKENS = 65535
 
 
 @triton.jit
+def _turned(x, W: tl.constexpr, N: tl.constexpr):
+    """[N, ...] -> [N, W], each eight rows as 0, 4, 1, 5, 2, 6, 3, 7: what half a warp stores then has banks of its own."""
+    x = tl.permute(tl.reshape(x, (N // 8, 2, 2, 2, W)), (0, 2, 3, 1, 4))
+    return tl.reshape(x, (N, W))
+
+
+@triton.jit
 def _with_rope(v0, v1, v2, v3, rope, FORM: tl.constexpr, N: tl.constexpr):
     """Four [N, 8, 16] with words int32 [N, 2, 16] of rope values as their eighth groups -> four [N, 128].
 
-    Quarter k holds the lower (k < 2) or upper halves of the first (k even) or second 16 words.
+    Place 4 l + 2 g + a of a group takes words 4 l + 2 a and 4 l + 2 a + 1 of half g, four values as from a word of codes: so
+    each thread keeps the words that it has loaded.
     """
-    if FORM == "interpreted":
-        low, high = low_half(rope).to(tl.float32), low_half(rope >> 16).to(tl.float32)
-    elif FORM == "bfloat16":
-        low, high = low_half(rope), low_half(rope >> 16)
-    else:
-        low, high = narrow(rope)
-    r0, r1 = tl.split(tl.permute(low, (0, 2, 1)))
-    r2, r3 = tl.split(tl.permute(high, (0, 2, 1)))
+    even, odd = tl.split(tl.permute(tl.reshape(rope, (N, 2, 4, 2, 2)), (0, 2, 1, 3, 4)))
+    r0, r1 = halves(tl.reshape(even, (N, 16)), FORM)
+    r2, r3 = halves(tl.reshape(odd, (N, 16)), FORM)
     eighth = tl.arange(0, 8)[None, :, None] == 7
     v0 = tl.where(eighth, r0[:, None, :], v0)
     v1 = tl.where(eighth, r1[:, None, :], v1)
     v2 = tl.where(eighth, r2[:, None, :], v2)
     v3 = tl.where(eighth, r3[:, None, :], v3)
-    return tl.reshape(v0, (N, 128)), tl.reshape(v1, (N, 128)), tl.reshape(v2, (N, 128)), tl.reshape(v3, (N, 128))
+    return _turned(v0, 128, N), _turned(v1, 128, N), _turned(v2, 128, N), _turned(v3, 128, N)
 
 
 @triton.jit
@@ -154,7 +157,7 @@ def _attend(v0, v1, v2, v3, q0, q1, q2, q3, live, scale_log2, low, sums, a0, a1,
     # sums of their own, each times the scale: in one sum 32 products would wait for each other
     score = tl.dot(v0, q0) * scale_log2 + tl.dot(v1, q1) * scale_log2  # [BLOCK_N, BLOCK_H]
     score += tl.dot(v2, q2) * scale_log2 + tl.dot(v3, q3) * scale_log2
-    score = tl.where(live[:, None], score, float("-inf"))
+    score = tl.where(live, score, float("-inf"))
     new_low = tl.maximum(low, tl.max(score, 0) - 14.0)
     # a tile without a live key must not make inf - inf
     base = tl.where(new_low == float("-inf"), 0.0, new_low)
@@ -171,38 +174,33 @@ def _attend(v0, v1, v2, v3, q0, q1, q2, q3, live, scale_log2, low, sums, a0, a1,
 
 
 @triton.jit
-def _rope_channel(i, QUARTER: tl.constexpr):
-    """The channel that place 112 + i of a quarter holds."""
-    return 448 + (QUARTER % 2) * 32 + QUARTER // 2 + 2 * i
+def _words_of(place):
+    """Which four channels of a row, counted in fours, a place of the quarters holds: the inverse of `_with_rope`."""
+    p = place - 112
+    words = tl.where(p < 0, place, 112 + ((p >> 1) & 1) * 8 + (p >> 2) * 2 + (p & 1))
+    return tl.max_contiguous(tl.multiple_of(words, 2), 2)
 
 
 @triton.jit
-def _load_q(ptr, row, mask, FP8: tl.constexpr, PACKED: tl.constexpr):
-    """Four [128, BLOCK_H] of rows of 512 values in the order of a tile's quarters; `row` counts them, [BLOCK_H].
-
-    PACKED: the four bfloat16 of a word of codes in one load.
-    """
-    i = tl.arange(0, 128)[:, None]
-    at = ptr + row[None, :] * 512
-    if FP8:
-        coded = mask[None, :] & (i < 112)
-        last = mask[None, :] & (i >= 112)
-        if PACKED:
-            words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, mask=coded, other=0)
-            q0, q1, q2, q3 = low_half(words), low_half(words >> 16), low_half(words >> 32), low_half(words >> 48)
-        else:
-            q0, q1 = tl.load(at + 4 * i, mask=coded, other=0.0), tl.load(at + 4 * i + 1, mask=coded, other=0.0)
-            q2, q3 = tl.load(at + 4 * i + 2, mask=coded, other=0.0), tl.load(at + 4 * i + 3, mask=coded, other=0.0)
-        i -= 112
-        q0 += tl.load(at + _rope_channel(i, 0), mask=last, other=0.0)
-        q1 += tl.load(at + _rope_channel(i, 1), mask=last, other=0.0)
-        q2 += tl.load(at + _rope_channel(i, 2), mask=last, other=0.0)
-        q3 += tl.load(at + _rope_channel(i, 3), mask=last, other=0.0)
+def _load_q(ptr, row, mask, FORM: tl.constexpr):
+    """Four [128, BLOCK_H] of rows of 512 values in the order of a tile's quarters; `row` counts them, [BLOCK_H]."""
+    at = row[None, :] * 128 + _words_of(tl.arange(0, 128))[:, None]
+    if FORM == "interpreted":
+        at = ptr + 4 * at
+        q0, q1 = tl.load(at, mask=mask[None, :], other=0.0), tl.load(at + 1, mask=mask[None, :], other=0.0)
+        q2, q3 = tl.load(at + 2, mask=mask[None, :], other=0.0), tl.load(at + 3, mask=mask[None, :], other=0.0)
     else:
-        at += i
-        q0, q1 = tl.load(at, mask=mask[None, :], other=0.0), tl.load(at + 128, mask=mask[None, :], other=0.0)
-        q2, q3 = tl.load(at + 256, mask=mask[None, :], other=0.0), tl.load(at + 384, mask=mask[None, :], other=0.0)
+        words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + at, mask=mask[None, :], other=0)
+        q0, q1 = halves(words.to(tl.int32), FORM)
+        q2, q3 = halves((words >> 32).to(tl.int32), FORM)
     return q0, q1, q2, q3
+
+
+@triton.jit
+def _load_q_plain(ptr, row, mask):
+    at = ptr + row[None, :] * 512 + tl.arange(0, 128)[:, None]
+    q0, q1 = tl.load(at, mask=mask[None, :], other=0.0), tl.load(at + 128, mask=mask[None, :], other=0.0)
+    return q0, q1, tl.load(at + 256, mask=mask[None, :], other=0.0), tl.load(at + 384, mask=mask[None, :], other=0.0)
 
 
 @triton.jit
@@ -225,50 +223,35 @@ def _in_bfloat16(
         x, scales, rope = _load_fp8(row, tail, ALIGN)
         v0, v1, v2, v3 = _quarters(x, scales, rope, "bfloat16", N)
         # read again for each tile: kept, they would double what q takes of shared memory
-        q0, q1, q2, q3 = _load_q(q_ptr, q_row, head_live, True, False)
+        q0, q1, q2, q3 = _load_q(q_ptr, q_row, head_live, "bfloat16")
         low, sums, a0, a1, a2, a3 = _attend(
-            v0, v1, v2, v3, q0, q1, q2, q3, row != 0, scale_log2, low, sums, a0, a1, a2, a3, tl.bfloat16
+            v0, v1, v2, v3, q0, q1, q2, q3, _turned(row != 0, 1, N), scale_log2, low, sums, a0, a1, a2, a3, tl.bfloat16
         )
     return low, tl.sum(sums, 0), a0, a1, a2, a3
 
 
 @triton.jit
-def _bits(x, TYPE: tl.constexpr):
-    return x.to(TYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+def _store(ptr, row, mask, a0, a1, a2, a3, FORM: tl.constexpr):
+    """The inverse of `_load_q`. FORM: 16-bit type of the values, or "interpreted"."""
+    at = row[None, :] * 128 + _words_of(tl.arange(0, 128))[:, None]
+    if FORM == "interpreted":
+        at = ptr + 4 * at
+        tl.store(at, a0, mask=mask[None, :])
+        tl.store(at + 1, a1, mask=mask[None, :])
+        tl.store(at + 2, a2, mask=mask[None, :])
+        tl.store(at + 3, a3, mask=mask[None, :])
+    else:
+        words = (pack(a2, a3, FORM).to(tl.int64) << 32) | (pack(a0, a1, FORM).to(tl.int64) & 0xFFFFFFFF)
+        tl.store(ptr.to(tl.pointer_type(tl.int64)) + at, words, mask=mask[None, :])
 
 
 @triton.jit
-def _store(ptr, row, mask, a0, a1, a2, a3, TYPE: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr):
-    """The inverse of `_load_q`; values of 16 bits, unless interpreted."""
-    i = tl.arange(0, 128)[:, None]
-    at = ptr + row[None, :] * 512
-    if FP8:
-        seen = mask[None, :] & (i < 112)
-        last = mask[None, :] & (i >= 112)
-        if INTERPRET:
-            tl.store(at + 4 * i, a0.to(TYPE), mask=seen)
-            tl.store(at + 4 * i + 1, a1.to(TYPE), mask=seen)
-            tl.store(at + 4 * i + 2, a2.to(TYPE), mask=seen)
-            tl.store(at + 4 * i + 3, a3.to(TYPE), mask=seen)
-            i -= 112
-            tl.store(at + _rope_channel(i, 0), a0.to(TYPE), mask=last)
-            tl.store(at + _rope_channel(i, 1), a1.to(TYPE), mask=last)
-            tl.store(at + _rope_channel(i, 2), a2.to(TYPE), mask=last)
-            tl.store(at + _rope_channel(i, 3), a3.to(TYPE), mask=last)
-        else:
-            b0, b1, b2, b3 = _bits(a0, TYPE), _bits(a1, TYPE), _bits(a2, TYPE), _bits(a3, TYPE)
-            packed = (b0 | (b1 << 16)).to(tl.int64) & 0xFFFFFFFF
-            packed |= (b2 | (b3 << 16)).to(tl.int64) << 32
-            tl.store(ptr.to(tl.pointer_type(tl.int64)) + row[None, :] * 128 + i, packed, mask=seen)
-            words = ptr.to(tl.pointer_type(tl.int32)) + row[None, :] * 256 + (112 + i)
-            tl.store(words, b0 | (b2 << 16), mask=last)
-            tl.store(words + 16, b1 | (b3 << 16), mask=last)
-    else:
-        at += i
-        tl.store(at, a0.to(TYPE), mask=mask[None, :])
-        tl.store(at + 128, a1.to(TYPE), mask=mask[None, :])
-        tl.store(at + 256, a2.to(TYPE), mask=mask[None, :])
-        tl.store(at + 384, a3.to(TYPE), mask=mask[None, :])
+def _store_plain(ptr, row, mask, a0, a1, a2, a3, TYPE: tl.constexpr):
+    at = ptr + row[None, :] * 512 + tl.arange(0, 128)[:, None]
+    tl.store(at, a0.to(TYPE), mask=mask[None, :])
+    tl.store(at + 128, a1.to(TYPE), mask=mask[None, :])
+    tl.store(at + 256, a2.to(TYPE), mask=mask[None, :])
+    tl.store(at + 384, a3.to(TYPE), mask=mask[None, :])
 
 
 @triton.jit(
@@ -352,16 +335,16 @@ def split_kernel(
     lane = tl.arange(0, BLOCK_N)
     # the rows of a tile are asked for while the tile before is multiplied, their indices one tile earlier
     row, tail = _locate(begin, lane, _find(begin, lane, finding, BLOCK_N), locating, BLOCK_N, ROW)
-    live = row != 0
     if FP8:
+        live = _turned(row != 0, 1, BLOCK_N)
         x, scales, rope = _load_fp8(row, tail, ALIGN)
     else:
+        live = (row != 0)[:, None]
         x0, x1, x2, x3 = _load_plain(row, ALIGN)
     index = _find(begin + 1, lane, finding, BLOCK_N)
 
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_live = head < H
-    q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FP8, FP8 and not INTERPRET)
     low = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     a0 = tl.zeros([128, BLOCK_H], tl.float32)
@@ -369,7 +352,7 @@ def split_kernel(
     a2 = tl.zeros([128, BLOCK_H], tl.float32)
     a3 = tl.zeros([128, BLOCK_H], tl.float32)
     if FP8:
-        h0, h1, h2, h3 = q0.to(F16), q1.to(F16), q2.to(F16), q3.to(F16)
+        q0, q1, q2, q3 = _load_q(q_ptr, t * H + head, head_live, FORM)
         # before the loop: it fills the wait for the first rows
         q_top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
         q_top = tl.max(tl.max(q_top.to(tl.float32), 0), 0)
@@ -377,23 +360,24 @@ def split_kernel(
             now = live
             v0, v1, v2, v3 = _quarters(x, scales, rope, FORM, BLOCK_N)
             row, tail = _locate(n + 1, lane, index, locating, BLOCK_N, ROW)
-            live = row != 0
+            live = _turned(row != 0, 1, BLOCK_N)
             x, scales, rope = _load_fp8(row, tail, ALIGN)
             index = _find(n + 2, lane, finding, BLOCK_N)
-            low, sums, a0, a1, a2, a3 = _attend(v0, v1, v2, v3, h0, h1, h2, h3, now, scale_log2, low, sums, a0, a1, a2, a3, F16)
+            low, sums, a0, a1, a2, a3 = _attend(v0, v1, v2, v3, q0, q1, q2, q3, now, scale_log2, low, sums, a0, a1, a2, a3, F16)
         total = tl.sum(sums, 0)
         if not INTERPRET:
-            wild = (tl.max((total != total).to(tl.int32), 0) != 0) | (q_top >= 32768.0) | (q_top < 0.00390625)
+            wild = (tl.max((total != total).to(tl.int32), 0) != 0) | (q_top < 0.00390625)
             if wild:
                 low, total, a0, a1, a2, a3 = _in_bfloat16(
                     q_ptr, t * H + head, head_live, finding, locating, begin, end, scale_log2, ALIGN, BLOCK_H, BLOCK_N
                 )  # fmt: skip
     else:
+        q0, q1, q2, q3 = _load_q_plain(q_ptr, t * H + head, head_live)
         for n in range(begin, end):
             now = live
             v0, v1, v2, v3 = x0, x1, x2, x3
             row, tail = _locate(n + 1, lane, index, locating, BLOCK_N, ROW)
-            live = row != 0
+            live = (row != 0)[:, None]
             x0, x1, x2, x3 = _load_plain(row, ALIGN)
             index = _find(n + 2, lane, finding, BLOCK_N)
             low, sums, a0, a1, a2, a3 = _attend(
@@ -410,8 +394,11 @@ def split_kernel(
         field = tl.minimum(tl.maximum(268 - ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF), 1), 253)
         factor = ((field << 23).to(tl.float32, bitcast=True) / some)[None, :]
         at = (t * splits + part) * H + head
-        HALF: tl.constexpr = tl.float16
-        _store(part_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, HALF, FP8, INTERPRET)
+        b0, b1, b2, b3 = a0 * factor, a1 * factor, a2 * factor, a3 * factor
+        if FP8:
+            _store(part_ptr, at, head_live, b0, b1, b2, b3, "interpreted" if INTERPRET else "float16")
+        else:
+            _store_plain(part_ptr, at, head_live, b0, b1, b2, b3, tl.float16)
         tl.store(part_unit_ptr + at, ((254 - field) << 23).to(tl.float32, bitcast=True), mask=head_live)
         tl.store(part_lse_ptr + at, lse_log2, mask=head_live)
     else:
@@ -427,8 +414,11 @@ def split_kernel(
             total = total * fade + tl.exp2(sink - high)
             factor = fade / tl.where(total == 0, 1.0, total)
         factor = factor[None, :]
-        at = t * H + head
-        _store(out_ptr, at, head_live, a0 * factor, a1 * factor, a2 * factor, a3 * factor, BF16, FP8, INTERPRET)
+        a0, a1, a2, a3 = a0 * factor, a1 * factor, a2 * factor, a3 * factor
+        if FP8:
+            _store(out_ptr, t * H + head, head_live, a0, a1, a2, a3, "interpreted" if INTERPRET else "bfloat16")
+        else:
+            _store_plain(out_ptr, t * H + head, head_live, a0, a1, a2, a3, BF16)
 
 
 def launch(

@@ -129,40 +129,50 @@ def place_bfloat16(x, scale):
 
 
 @triton.jit
-def low_half(x):
-    """The bfloat16 in the lower half of a word."""
-    return (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+def halves(x, FORM: tl.constexpr):
+    """int32 of two bfloat16 -> the lower and the upper one: in bfloat16, or in float16 with NaN for what it does not hold.
+
+    Products with 0 are added: infinity times 0 is NaN. Interpreted: float32.
+    """
+    if FORM == "interpreted" or FORM == "bfloat16":
+        low = (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        if FORM == "interpreted":
+            low, high = low.to(tl.float32), high.to(tl.float32)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, z;
+            .reg .f32 c, d, e, f;
+            mov.b32 z, 0;
+            shl.b32 a, $2, 16;
+            shl.b32 b, $3, 16;
+            mov.b32 c, a;
+            mov.b32 d, b;
+            and.b32 a, $2, 0xffff0000;
+            and.b32 b, $3, 0xffff0000;
+            mov.b32 e, a;
+            mov.b32 f, b;
+            cvt.rn.f16x2.f32 a, d, c;
+            cvt.rn.f16x2.f32 b, f, e;
+            fma.rn.f16x2 $0, a, z, a;
+            fma.rn.f16x2 $1, b, z, b;
+            }""",
+            "=r,=r,r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
 
 
 @triton.jit
-def narrow(x):
-    """int32 of two bfloat16 -> the lower and the upper one in float16, NaN for what float16 does not hold.
-
-    Products with 0 are added: infinity times 0 is NaN.
-    """
+def pack(low, high, TYPE: tl.constexpr):
+    """Two float32 -> int32 of both in "float16" or "bfloat16"."""
+    NAME: tl.constexpr = "f16x2" if TYPE == "float16" else "bf16x2"
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, z;
-        .reg .f32 c, d, e, f;
-        mov.b32 z, 0;
-        shl.b32 a, $2, 16;
-        shl.b32 b, $3, 16;
-        mov.b32 c, a;
-        mov.b32 d, b;
-        and.b32 a, $2, 0xffff0000;
-        and.b32 b, $3, 0xffff0000;
-        mov.b32 e, a;
-        mov.b32 f, b;
-        cvt.rn.f16x2.f32 a, d, c;
-        cvt.rn.f16x2.f32 b, f, e;
-        fma.rn.f16x2 $0, a, z, a;
-        fma.rn.f16x2 $1, b, z, b;
-        }""",
-        "=r,=r,r,r",
-        [x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
+        "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
