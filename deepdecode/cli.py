@@ -251,7 +251,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _ladder_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--slice", default="tp8", metavar="NAME", help="rank of the model: tp8 or dp8ep8 (default %(default)s)")
-    p.add_argument("--rungs", metavar="A,B", help="only these rungs (default: all)")
+    p.add_argument("--rungs", metavar="A,B", help="only these rungs (default: all but 4-compiled, which compiles for minutes)")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers (default: all 43)")
     p.add_argument("--concurrency", metavar="A,B", help="sequences decoded at once (default: 1,16,64, and 32 for the profiles)")
     p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of each sequence (default %(default)s)")

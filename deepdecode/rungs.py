@@ -28,6 +28,7 @@ class Rung:
 
     yardstick: what an end-to-end ratio over this rung is a ratio over; "" where the ladder's ratios do not use it.
     beside: the rung that this one is another form of, so that no rung stands on it.
+    asked: measured only where it is asked for by name: it takes minutes before its first step.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Rung:
     mirrors: dict[str, str] = field(default_factory=dict)
     yardstick: str = ""
     beside: str = ""
+    asked: bool = False
 
     @property
     def ops(self) -> Ops:
@@ -227,6 +229,6 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung("4", "fused glue", _fused),
     Rung("4-engine", "glue as far fused as an engine's own", _engine, yardstick="how far SGLang fuses its step", beside="4"),
-    Rung("4-compiled", "glue by torch.compile", _compiled, beside="4"),
+    Rung("4-compiled", "glue by torch.compile", _compiled, beside="4", asked=True),
     Rung("5", "experts and products of few tokens", _product),
 )

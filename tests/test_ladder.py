@@ -16,6 +16,7 @@ from deepdecode.ladder.gates import CLEAR, Gate, LogitsGate, step_gates
 from deepdecode.ladder.instruments import Instruments
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.rows import read_rows, write_rows
+from deepdecode.ops.table import AttnInputs
 from deepdecode.rungs import Rung
 from deepdecode.slices import RankSlice
 
@@ -446,6 +447,22 @@ def test_entry_gates_see_what_is_written(small):
     gates = entry_gates_of(small, replace(REFERENCE, attn_prepare=loud))
     assert gates["rows written against float64"].error > 0.1
     assert "compressed row of attn_prepare" in gates["rows written against float64"].note
+
+
+def test_entry_gates_take_views(small):
+    """Parts of one product, with the product's distance from token to token."""
+
+    def views(*args):
+        given = vars(REFERENCE.attn_in(*args))
+        wide = {name: None if part is None else torch.cat([part, part], dim=1) for name, part in given.items()}
+        return AttnInputs(**{name: None if part is None else part[:, : part.shape[1] // 2] for name, part in wide.items()})
+
+    def prepare(q, index_q, inputs, *rest):
+        whole = {name: None if part is None else part.contiguous() for name, part in vars(inputs).items()}
+        return REFERENCE.attn_prepare(q, index_q, AttnInputs(**whole), *rest)
+
+    gates = entry_gates_of(small, replace(REFERENCE, attn_in=views, attn_prepare=prepare))
+    assert all(gate.passed for gate in gates.values())
 
 
 def test_entry_gates_count_other_experts(small):

@@ -73,13 +73,13 @@ def ladder_command(request: Request) -> int:
 
 
 def choose_rungs(text: str | None) -> tuple[Rung, ...]:
-    """The named rungs, in the ladder's order.
+    """The named rungs, in the ladder's order; by default all but those that take minutes before their first step.
 
     Raises:
         ValueError: a name is no rung's, or none is given.
     """
     if text is None:
-        return RUNGS
+        return tuple(rung for rung in RUNGS if not rung.asked)
     names = [name.strip() for name in text.split(",") if name.strip()]
     there = [rung.name for rung in RUNGS]
     unknown = [name for name in names if name not in there]

@@ -5,7 +5,7 @@ steps see different inputs. Here every entry is handed what the other table's st
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -219,8 +219,10 @@ def _float64() -> Ops:
         return run
 
     def attn_prepare(q: Tensor, index_q: Any, inputs: AttnInputs, *args: Any) -> AttnReady:
-        # the compressors' rings are float32, and so is what they are fed
-        return REFERENCE.attn_prepare(q.double(), _wide(index_q), replace(inputs, kv=inputs.kv.double()), *args)
+        # parts may be views of one product; the compressors' rings are float32, and so is what they are fed
+        parts: dict[str, Any] = {name: None if t is None else t.contiguous() for name, t in vars(inputs).items()}
+        own = AttnInputs(**(parts | {"kv": inputs.kv.double()}))
+        return REFERENCE.attn_prepare(q.double(), _wide(index_q), own, *args)
 
     def index_topk(index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: Step, topk: int) -> tuple[Tensor, Tensor]:
         query = index_q.float().double()
