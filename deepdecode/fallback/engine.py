@@ -159,6 +159,7 @@ def attn_prepare(
 ) -> AttnReady:
     """As the reference of this name, whose table it takes off the GPU and for a prefill step."""
     if not q.is_cuda or step.prefill:
+        inputs = AttnInputs(**{name: None if part is None else part.contiguous() for name, part in vars(inputs).items()})
         return reference.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
     alone = LayerCache(cache.window, None, None, None, None)
     bare = replace(weights, compressor=None, index_compressor=None)

@@ -274,7 +274,9 @@ def _(x: Tensor, data: Tensor, scale: Any, kind: str, out_dtype: torch.dtype) ->
 
 
 def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
-    """As the reference of this name. The parts are views of two products."""
+    """As the reference of this name. On a GPU the parts are views of two products."""
+    if not x.is_cuda:
+        return reference.attn_in(x, weights, config, ratio)
     q_latent, kv = linear(x, weights.q_kv).split([config.q_lora_rank, config.head_dim], dim=-1)
     parts: list[Any] = []
     if weights.rest is not None:
