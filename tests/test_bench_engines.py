@@ -1,6 +1,8 @@
 """The cells that `bench engines` measures, without a GPU: each hook takes the call and agrees with float64, or says why."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +82,22 @@ def test_sglangs_module_takes_its_triton_way(monkeypatch, tmp_path):
         for name in set(sys.modules) - known:
             if name.startswith("sglang"):
                 del sys.modules[name]
+
+
+def test_the_page_shows_what_was_measured():
+    """`python -m deepdecode.bench.engines --table results/h200/engines.json` gives the table of docs/sglang.md."""
+    root = Path(__file__).parent.parent
+    document = json.loads((root / "results" / "h200" / "engines.json").read_text())
+    assert not [row for row in document["rows"] if "error" in row] and document["left"] == 0
+    made = engines.table(document["rows"])
+    assert made in (root / "docs" / "sglang.md").read_text()
+    # every size that our hook was measured at, and nothing slower than what it stands in for
+    ours = [row for row in document["rows"] if row["implementation"] == OURS]
+    assert made.count("→") == sum("ratio" in row for row in ours)
+    key = ("boundary", "T", "H", "keys")
+    theirs = {tuple(map(row.get, key)): row["us_warm"] for row in document["rows"] if row["implementation"] != OURS}
+    assert theirs
+    assert all(row["us_warm"] < theirs.get(tuple(map(row.get, key)), float("inf")) for row in ours)
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):

@@ -160,46 +160,40 @@ def flash_mla_call(inputs):
     return as_sglang(inputs) | more | {"use_legacy": True}
 
 
-def step(heads, decode=True):
-    mode = SimpleNamespace(is_decode=lambda: decode)
-    return SimpleNamespace(tp_q_head_num=heads), SimpleNamespace(forward_mode=mode)
-
-
 def test_padding_heads_are_neither_computed_nor_returned():
     inputs = attention_inputs(2, 64, 128, 64)
     want, _ = sparse_attn_ref(inputs.q[:, :8].double(), *inputs.args()[1:], sink=inputs.sink[:8].double(), scale=inputs.scale)
     inputs.q[:, 8:] = float("nan")
     call = flash_mla_call(inputs)
 
-    def backend(self, q, k, v, layer, batch):
-        return ops.flash_mla(original, **call)
-
-    out, lse = ops.with_heads(backend, None, None, None, None, *step(8))
+    with ops.decode_step(8, captured=False):
+        out, lse = ops.flash_mla(original, **call)
     assert out.shape == (2, 1, 8, 512) and lse.shape == (2, 8, 1)
     assert rel_err(out[:, 0], want) < BF16
     # a step that is no decode step: what comes back is as wide as what went in
-    out, _ = ops.with_heads(backend, None, None, None, None, *step(8, decode=False))
+    out, _ = ops.flash_mla(original, **call)
     assert out.shape == (2, 1, 64, 512) and rel_err(out[:, 0, :8], want) < BF16
     assert ops._heads.get() is None
 
 
 @pytest.mark.parametrize(
-    ("arch", "heads", "own", "line"),
+    ("arch", "own", "captured", "line"),
     [
-        (90, 64, 8, None),
-        (90, 64, 64, "none of 64 heads are padding"),
-        (90, 64, None, "not a decode step"),
-        (80, 64, None, None),
-        (89, 64, 64, None),
-        (100, 64, 8, "FlashMLA's kernels on sm_100 have not been measured beside ours"),
+        (90, 8, True, None),
+        (90, 8, False, "not a decode step in a graph"),
+        (90, None, True, "not a decode step in a graph"),
+        (90, 64, True, "none of 64 heads are padding"),
+        (80, None, False, None),
+        (89, 64, False, None),
+        (100, 8, True, "FlashMLA's kernels on sm_100 have not been measured beside ours"),
     ],
 )
-def test_where_flash_mla_has_the_better_kernel(arch, heads, own, line):
+def test_where_flash_mla_has_the_better_kernel(arch, own, captured, line):
     if line is None:
-        ops.expect_padded(arch, heads, own)
+        ops.expect_padded(arch, 64, own, captured)
         return
     with pytest.raises(ValueError, match=re.escape(line)):
-        ops.expect_padded(arch, heads, own)
+        ops.expect_padded(arch, 64, own, captured)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ is checked against float64, then captured, fed other inputs and replayed, and ch
 """
 
 import argparse
+import json
 import sys
 import time
 import types
@@ -144,16 +145,12 @@ def _flash_mla(T: int, keys: int, page: int, *, hook: bool) -> Callable[[int], A
         # SGLang leaves the padding as it was allocated
         inputs.q[:, OWN_HEADS:] = 100.0
         call = _call_of(inputs) | {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": True}
-        layer = types.SimpleNamespace(tp_q_head_num=OWN_HEADS)
-        batch = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: True))
         if hook:
             call["tile_scheduler_metadata"] = None
 
-            def attend(*args: Any) -> Any:
-                return sglang_ops.flash_mla(_refuse, **call)
-
             def run() -> Any:
-                return sglang_ops.with_heads(attend, None, None, None, None, layer, batch)
+                with sglang_ops.decode_step(OWN_HEADS, captured=True):
+                    return sglang_ops.flash_mla(_refuse, **call)
         else:
             peers.add_peers()
             from flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -327,6 +324,25 @@ def _host_us(run: Callable[[], Any], us: float) -> float:
     return taken / count * 1e6
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The attention's rows as markdown: microseconds of SGLang's way and of ours, by the tokens of a step."""
+    lines = [
+        "| what SGLang calls | heads | keys | " + " | ".join(f"T = {T}" for T in TOKENS) + " |",
+        "|---" * (3 + len(TOKENS)) + "|",
+    ]
+    groups = dict.fromkeys((row["boundary"], row["H"], row["keys"]) for row in rows if "ratio" in row)
+    for boundary, H, keys in sorted(groups):
+        cells = []
+        for T in TOKENS:
+            same = [row for row in rows if (row["boundary"], row.get("H"), row.get("keys"), row["T"]) == (boundary, H, keys, T)]
+            ours = [row["us_warm"] for row in same if row["implementation"] == OURS and "us_warm" in row]
+            theirs = [row["us_warm"] for row in same if row["implementation"] != OURS and "us_warm" in row]
+            cells.append(" → ".join(f"{us[0]:.1f}" if us else "–" for us in (theirs, ours)))
+        name = "FlashMLA, padded to 64" if boundary == "flash_mla_with_kvcache" else "its Triton kernel for sm_120"
+        lines.append(f"| {name} | {H} | {keys} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def cells(with_peers: bool) -> list[Cell]:
     return [*attention_cells(with_peers), *mhc_cells(), *indexer_cells(), *moe_cells()]
 
@@ -338,7 +354,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
     parser.add_argument("--check", metavar="I/N", help="check every Nth cell from the Ith on, and time nothing")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: this result file's attention as markdown")
     options = parser.parse_args(argv)
+    if options.table:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return 0
     if not torch.cuda.is_available():
         print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ _MOE = "srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py"
 _RUNNER = "srt/layers/moe/moe_runner/flashinfer_cutlass.py"
 _SPEC = "kernels/plugin_kernels/nvidia/spec.py"
 _BINDING = "srt/kernel_plugins/nvidia/binding.py"
+_CAPTURE = "srt/model_executor/runner_utils/capture_mode.py"
 _REGISTRY = "srt/plugins/hook_registry.py"
 
 _OWN = ("q", "k_cache", "indices", "topk_length", "attn_sink", "head_dim_v", "softmax_scale")
@@ -78,6 +79,7 @@ FLASH_MLA = Part(
         ),
         Calls(_BACKEND, "flash_mla_with_kvcache", FLASH_MLA_KEYWORDS),
         Function(_BACKEND, "DeepseekV4AttnBackend._forward_attention", (*_FORWARD, "**_")),
+        Function(_CAPTURE, "get_is_capture_mode", ()),
         # the model asks for its own heads alone of what comes back
         Statement(_MODEL, "MQALayer.forward", "tp_slice = slice(0, self.n_local_heads)"),
         Statement(_MODEL, "MQALayer.forward", "o = o[:, tp_slice, :]"),

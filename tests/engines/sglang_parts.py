@@ -343,8 +343,19 @@ def main():
                 back()
                 decode_calls()
     if asked.hostile:
+        from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
         with override_platform(is_sm120=False, is_sm100=False, is_cuda=True):
             found["verify"] = flash_mla(4, 64, "TARGET_VERIFY")
+            notes = []
+            back = counted(
+                attention, "sparse_attn_decode", corrupt=lambda given: notes.append(sglang_ops._captured.get()) or given
+            )
+            flash_mla(0, 64)
+            with model_capture_mode():
+                flash_mla(0, 64)
+            back()
+            found["captured"] = notes
         with override_platform(is_sm120=True, is_sm100=False, is_cuda=True):
             back = counted(index_op, "index_topk")
             found["entries"], found["torch asked"] = indexer(entries=True), indexer(torch_asked=True)

@@ -182,6 +182,8 @@ def test_flash_mla_gets_the_own_heads_of_a_padded_query(parts, own):
         assert theirs.shape == (4, 64, 512) and out.shape == (4, 8, 512) and out.dtype == theirs.dtype
         assert rel_err(out, theirs[:, :8].double()) < AGREE
         assert rel_err(parts["flashmla corrupted"][ratio], 1.5 * theirs[:, :8].double()) < AGREE
+    # a step that SGLang captures is known as one
+    assert parts["captured"] == [False, True]
     assert parts["verify"].shape == own["verify"].shape == (4, 64, 512)
     assert rel_err(parts["verify"], own["verify"].double()) < AGREE
 
