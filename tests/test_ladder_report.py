@@ -203,6 +203,10 @@ def test_findings_name_what_to_attack_next(tmp_path, document):
     assert "it rose although the target fell" in text
     # rung 2, not the variant beside it
     assert "What next for `rung 2`" in text
+    # the variant is held against what rung 2 stands on, and stands between no other two
+    assert "### Rung 2-portable, other cards" in text
+    assert "#### `rung 1` -> `rung 2-portable`" in text
+    assert "#### `rung 2` -> `rung 2-portable`" not in text
     assert "Next: `tensor-core-gemm`, because" in text
     # the floor of the rung's own step: 400 MB at 4 TB/s
     assert "k: roofline: 0.100 ms a step" in text

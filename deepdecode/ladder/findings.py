@@ -1,6 +1,5 @@
 """The kept traces through the profile reader: what moved from rung to rung, what only seems to have, what to attack next."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,26 @@ def write_findings(document: dict[str, Any], folder: Path, file: Path) -> Doc | 
     rows = [row for row in profiled(document) if "trace" in row and (folder / row["trace"]).is_file()]
     if not rows:
         return None
-    profiles = [profile(load(folder / row["trace"])) for row in rows]
-    labels = [f"rung {row['rung']}" for row in rows]
-    docs = []
-    if len(profiles) > 1:
-        comparison = compare(profiles, labels)
+    profiles = {row["rung"]: profile(load(folder / row["trace"])) for row in rows}
+    # a rung that is another form of one belongs beside what that one stands on, not between two others
+    rungs = document["rungs"]
+    main = [name for name in profiles if not rungs[name]["beside"]] or list(profiles)[:1]
+    forms = [name for name in profiles if name not in main and rungs[name]["below"] in profiles]
+    if len(main) > 1:
+        comparison = compare([profiles[name] for name in main], [f"rung {name}" for name in main])
         first = moves_doc(comparison)
         docs = [first, comparison_doc(comparison)]
     else:
-        first = profile_doc(profiles[0], labels[0])
+        first = profile_doc(profiles[main[0]], f"rung {main[0]}")
         docs = [first]
-    product = _product(document, labels)
-    docs.append(advice_doc(_advise(profiles[product], labels[product], rows[product])))
+    for name in forms:
+        below = rungs[name]["below"]
+        pair = compare([profiles[below], profiles[name]], [f"rung {below}", f"rung {name}"])
+        docs.append(moves_doc(pair, f"Rung {name}, {rungs[name]['title']}"))
+    top = next(row for row in reversed(rows) if row["rung"] == main[-1])
+    docs.append(advice_doc(_advise(profiles[main[-1]], f"rung {main[-1]}", top)))
     title = f"the ladder on {document['slice']}, C = {document['profiled_concurrency']}, commit {document['commit']}"
-    append(file, entry(title, document["command"], profiles, docs))
+    append(file, entry(title, document["command"], list(profiles.values()), docs))
     return first
 
 
@@ -66,16 +71,10 @@ def _advise(one: Profile, label: str, row: dict[str, Any]) -> Advice:
     return advise(one, label, floors_ns={name: ns for name, ns in floors.items() if name in there and ns > 0})
 
 
-def _product(document: dict[str, Any], labels: Sequence[str]) -> int:
-    """The highest rung that no other stands beside: the one whose next step is asked for."""
-    beside = {f"rung {name}" for name, rung in document["rungs"].items() if rung["beside"]}
-    return max(i for i, label in enumerate(labels) if label not in beside or len(labels) == 1)
-
-
-def moves_doc(comparison: Comparison) -> Doc:
+def moves_doc(comparison: Comparison, title: str = "What moved from rung to rung") -> Doc:
     """For each rung against the one before it: the step, what moved most, and what the shares hide."""
     parts = [Bullets(_pair(comparison, after), tuple(_moves(comparison, after))) for after in range(1, len(comparison.runs))]
-    return Doc("What moved from rung to rung", tuple(parts))
+    return Doc(title, tuple(parts))
 
 
 def _pair(comparison: Comparison, after: int) -> str:
