@@ -27,6 +27,12 @@ def engine_names(asked: str | None) -> tuple[str, ...]:
     return tuple(ENGINES) if asked == "all" else (asked,) if asked else ()
 
 
+def names_parts(value: str) -> bool:
+    """Whether these are words of plug-ins' parts and nothing else, as DEEPDECODE_SGLANG and its like have them."""
+    known = {part.name for name in ENGINES for part in plugin_of(name).parts}
+    return {word.strip() for word in value.split(",")} <= known | {""}
+
+
 def read_engines(
     names: Sequence[str], cards: list[Card], model: ModelConfig, tp: int, gluon: bool = True
 ) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 from deepdecode import __version__, support
 from deepdecode.cards import CARDS, Card
 from deepdecode.config import ModelConfig
-from deepdecode.engines import engines_text, model_sizes, read_engines
+from deepdecode.engines import engines_text, model_sizes, names_parts, read_engines
 from deepdecode.kernels.attention_plan import Case, plan, supports
 
 SCHEMA = 1
@@ -37,6 +37,7 @@ VARIABLES = (
     "DEEPDECODE_SGLANG",
     "DEEPDECODE_STRICT",
     "DEEPDECODE_TRACEBACK",
+    "DEEPDECODE_VLLM",
 )
 # what else changes how kernels are compiled or run
 OTHER_VARIABLES = (
@@ -52,8 +53,6 @@ OTHER_VARIABLES = (
 )
 # values that say nothing of who or where: switches, numbers, levels, settings of an allocator
 _PLAIN_VALUE = re.compile(r"(?:[\d,.:-]{1,32}|true|false|on|off|yes|no|debug|info|warning|error|[a-z_]+:[a-z0-9.]{1,12})", re.I)
-# the parts of the plug-ins, which DEEPDECODE_SGLANG and its like name
-_PARTS = re.compile(r"(?:(?:attention|flashmla|indexer|mhc|moe|norm|pages|megakernel),? ?)*")
 _HIDDEN, _ANSWER = "<path>", "deepdecode env: "
 TOOL_SECONDS, TORCH_SECONDS = 10, 120
 # the decode step that coverage is told for: DeepSeek-V4-Flash at tensor parallelism 8
@@ -273,7 +272,7 @@ def _variables(paths: bool) -> Iterator[tuple[str, str]]:
         if value is not None:
             shown = (
                 value
-                if paths or not value or _PLAIN_VALUE.fullmatch(value) or _PARTS.fullmatch(value)
+                if paths or not value or _PLAIN_VALUE.fullmatch(value) or names_parts(value)
                 else "(set; --paths shows it)"
             )
             yield name, shown + ("" if name in (*VARIABLES, *OTHER_VARIABLES) else " (not a variable of deepdecode)")

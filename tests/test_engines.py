@@ -149,6 +149,11 @@ def test_mhc_says_what_its_kernel_says():
     assert engines.uncovered("mhc", CARDS[0], ModelConfig(hc_mult=2), 8) == "2 streams, not 4"
 
 
+def test_only_words_of_parts_are_shown():
+    assert engines.names_parts("attention, indexer,") and engines.names_parts("")
+    assert not engines.names_parts("attention,alice") and not engines.names_parts("alice")
+
+
 def test_each_engine_has_a_plugin_with_a_table():
     for name in ENGINES:
         plugin = plugin_of(name)
