@@ -49,6 +49,19 @@ def test_windows_run_on_in_pages_and_the_last_row_is_padding():
     assert inputs.window.data.stride(0) == 149760 and inputs.window.page_size == 256
 
 
+def test_steps_that_pass_l2_share_no_row(monkeypatch):
+    monkeypatch.setattr(engines, "PAST_L2", 3 * 2 * 192 * 584)
+    steps = engines.past_l2(2, 8, 64, 2)
+    assert len(steps) == 3 and all(step.q.shape == (2, 8, 512) and step.q.is_contiguous() for step in steps)
+    for name in ("window_indices", "extra_indices"):
+        # but for the last token of all, which is padding
+        rows = torch.cat([getattr(step, name) for step in steps])[:-1].flatten()
+        assert len(rows.unique()) == len(rows)
+    calls = find("flash_mla_with_kvcache", {"ratio": 128, "T": 1, "keys": 192}).rotated()
+    assert len(calls) == 6
+    assert not torch.equal(calls[0]()[0], calls[1]()[0])
+
+
 def test_a_wrong_result_has_no_time(monkeypatch):
     cell = Cell({"implementation": OURS}, lambda seed: (lambda: 1.0, lambda result: 0.5, []), limit=0.1)
     assert measure(cell) == {"op": "engines", "implementation": OURS, "rel_err": 0.5, "error": "outside the error bound"}

@@ -7,6 +7,7 @@ is checked against float64, then captured, fed other inputs and replayed, and ch
 
 import argparse
 import json
+import math
 import sys
 import time
 import types
@@ -41,36 +42,66 @@ OURS = "deepdecode through the hook"
 # as SGLang gives them: V4-Flash at tensor parallelism 8, whose heads FlashMLA wants padded to 64
 OWN_HEADS, PADDED = 8, 64
 HOST_CALLS = 200
+PAST_L2 = index_bench.PAST_L2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One boundary at one size: `make(seed)` gives the call to measure and a function that says how wrong its result is."""
+    """One boundary at one size.
+
+    make: of a seed, the call to measure, a function that says how wrong its result is, and the tensors that it reads.
+    rotated: calls over inputs that together pass L2, None where another benchmark has that time.
+    """
 
     row: dict[str, Any]
     make: Callable[[int], tuple[Callable[[], Any], Callable[[Any], float], list[Tensor]]]
     limit: float
     seconds: float = 0.1
+    rotated: Callable[[], list[Callable[[], Any]]] | None = None
 
 
 def attention_cells(with_peers: bool) -> list[Cell]:
     cells = []
     for ratio, keys, page in SETS:
         for T in TOKENS:
+            sizes = {"ratio": ratio, "T": T, "keys": WINDOW + keys}
             for heads in (OWN_HEADS, PADDED):
-                row = {"boundary": "flash_mla_with_kvcache_sm120", "ratio": ratio, "T": T, "H": heads, "keys": WINDOW + keys}
-                sizes = (T, heads, keys, page)
-                cells.append(Cell(row | {"implementation": OURS}, _sm120(*sizes, hook=True), MAX_ERR["attention"]))
-                if with_peers and (T in (1, 64) or ratio == 4):
-                    name = "SGLang, triton"
-                    cells.append(Cell(row | {"implementation": name}, _sm120(*sizes, hook=False), MAX_ERR["attention"], 0.03))
-            row = {"boundary": "flash_mla_with_kvcache", "ratio": ratio, "T": T, "H": OWN_HEADS, "keys": WINDOW + keys}
-            row |= {"padded": PADDED}
-            cells.append(Cell(row | {"implementation": OURS}, _flash_mla(T, keys, page, hook=True), MAX_ERR["attention"]))
-            if with_peers and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9:
-                made = _flash_mla(T, keys, page, hook=False)
-                cells.append(Cell(row | {"implementation": "FlashMLA"}, made, MAX_ERR["attention"]))
+                row = {"boundary": "flash_mla_with_kvcache_sm120", "H": heads, **sizes}
+                # SGLang's Triton kernel takes up to 14 ms
+                seconds = {OURS: 0.1, **({"SGLang, triton": 0.03} if with_peers and (T in (1, 64) or ratio == 4) else {})}
+                cells += [_attention(row, name, _sm120, heads, keys, page, limit) for name, limit in seconds.items()]
+            row = {"boundary": "flash_mla_with_kvcache", "H": OWN_HEADS, "padded": PADDED, **sizes}
+            hopper = with_peers and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+            names = (OURS, "FlashMLA") if hopper else (OURS,)
+            cells += [_attention(row, name, _flash_mla, PADDED, keys, page, 0.1) for name in names]
     return cells
+
+
+def _attention(row: dict[str, Any], name: str, call_of: Any, heads: int, keys: int, page: int, seconds: float) -> Cell:
+    """call_of: gives the call of some inputs, through our hook or not."""
+    T, hook = row["T"], name == OURS
+
+    def make(seed: int) -> Any:
+        inputs = engine_inputs(T, heads, keys, page, seed)
+        return call_of(inputs, hook=hook), _attention_judge(inputs, row["H"]), _written(inputs)
+
+    def rotated() -> list[Callable[[], Any]]:
+        return [call_of(inputs, hook=hook) for inputs in past_l2(T, heads, keys, page)]
+
+    return Cell(row | {"implementation": name}, make, MAX_ERR["attention"], seconds, rotated)
+
+
+def past_l2(T: int, heads: int, keys: int, page: int) -> list[AttentionInputs]:
+    """Steps of T tokens whose rows together pass L2 three times; they share caches and no row of one."""
+    count = max(2, math.ceil(PAST_L2 / (T * (WINDOW + keys) * 584)))
+    many = engine_inputs(T * count, heads, keys, page, seed=0)
+    per_token = ("q", "window_indices", "window_lens", "extra_indices", "extra_lens")
+    steps = []
+    for n in range(count):
+        parts = {name: getattr(many, name) for name in per_token}
+        part = slice(n * T, (n + 1) * T)
+        steps.append(replace(many, **{name: None if value is None else value[part] for name, value in parts.items()}))
+    return steps
 
 
 def engine_inputs(T: int, heads: int, keys: int, page: int, seed: int) -> AttentionInputs:
@@ -124,46 +155,35 @@ def _written(inputs: AttentionInputs) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def _sm120(T: int, heads: int, keys: int, page: int, *, hook: bool) -> Callable[[int], Any]:
-    def make(seed: int) -> Any:
-        from deepdecode.plugins import sglang_ops
+def _sm120(inputs: AttentionInputs, *, hook: bool) -> Callable[[], Any]:
+    from deepdecode.plugins import sglang_ops
 
-        inputs = engine_inputs(T, heads, keys, page, seed)
-        call = _call_of(inputs)
-        original = _refuse if hook else peers.sglang_sm120().flash_mla_with_kvcache_sm120
-        run = (lambda: sglang_ops.attention_sm120(original, **call)) if hook else (lambda: original(**call))
-        return run, _attention_judge(inputs, heads), _written(inputs)
-
-    return make
+    call = _call_of(inputs)
+    if hook:
+        return lambda: sglang_ops.attention_sm120(_refuse, **call)
+    original = peers.sglang_sm120().flash_mla_with_kvcache_sm120
+    return lambda: original(**call)
 
 
-def _flash_mla(T: int, keys: int, page: int, *, hook: bool) -> Callable[[int], Any]:
-    def make(seed: int) -> Any:
-        from deepdecode.plugins import sglang_ops
+def _flash_mla(inputs: AttentionInputs, *, hook: bool) -> Callable[[], Any]:
+    from deepdecode.plugins import sglang_ops
 
-        inputs = engine_inputs(T, PADDED, keys, page, seed)
-        # SGLang leaves the padding as it was allocated
-        inputs.q[:, OWN_HEADS:] = 100.0
-        call = _call_of(inputs) | {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": True}
-        if hook:
-            call["tile_scheduler_metadata"] = None
+    # SGLang leaves the padding as it was allocated
+    inputs.q[:, OWN_HEADS:] = 100.0
+    call = _call_of(inputs) | {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": True}
+    if not hook:
+        peers.add_peers()
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-            def run() -> Any:
-                with sglang_ops.decode_step(OWN_HEADS, captured=True):
-                    return sglang_ops.flash_mla(_refuse, **call)
-        else:
-            peers.add_peers()
-            from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+        call["tile_scheduler_metadata"] = get_mla_metadata()[0]
+        return lambda: flash_mla_with_kvcache(**call)
+    call["tile_scheduler_metadata"] = None
 
-            call["tile_scheduler_metadata"] = get_mla_metadata()[0]
-            call.pop("is_fp8_kvcache")
+    def run() -> Any:
+        with sglang_ops.decode_step(OWN_HEADS, captured=True):
+            return sglang_ops.flash_mla(_refuse, **call)
 
-            def run() -> Any:
-                return flash_mla_with_kvcache(**call, is_fp8_kvcache=True)
-
-        return run, _attention_judge(inputs, OWN_HEADS), _written(inputs)
-
-    return make
+    return run
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +316,12 @@ def measure(cell: Cell, *, check_only: bool = False) -> dict[str, Any]:
         return row
     timing = time_graph([run], limit_s=cell.seconds)
     row |= {"us_warm": timing.us, "us_warm_low": timing.low, "us_warm_high": timing.high}
-    return row | {"host_us": _host_us(run, timing.us)}
+    row["host_us"] = _host_us(run, timing.us)
+    if cell.rotated is not None:
+        calls = cell.rotated()
+        timing = time_graph(calls, calls_per_graph=len(calls), limit_s=cell.seconds)
+        row |= {"us_rotated": timing.us, "us_rotated_low": timing.low, "us_rotated_high": timing.high}
+    return row
 
 
 def _replayed(cell: Cell, run: Callable[[], Any], judge: Callable[[Any], float], inputs: list[Tensor]) -> float:
