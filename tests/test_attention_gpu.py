@@ -269,10 +269,16 @@ def test_nothing_compiles_after_warmup(caplog):
     for T in torch.randint(1, 65, (40,), generator=generator).tolist():
         run(attention_inputs(T, 8, 128, 512, full=False, device="cuda"))
     assert not [record for record in caplog.records if "after warmup" in record.getMessage()]
-    # bfloat16 rows without a sink, which no other test here has: a compile that is said
-    strange = attention_inputs(1, 8, 128, 512, fmt="bf16", device="cuda")
-    sparse_attn_decode(*strange.args(), return_lse=True)
+    # bfloat16 pages on multiples of 4 bytes, which no other test here has: a compile that is said
+    strange = attention_inputs(1, 8, 128, 0, fmt="bf16", device="cuda")
+    pages, size, width = strange.window.data.shape
+    pool = torch.zeros(pages, size * width + 2, dtype=torch.bfloat16, device="cuda")
+    pool[:, : size * width] = strange.window.data.flatten(1)
+    cache = PagedRows(pool[:, : size * width].unflatten(1, (size, width)), size, "bf16")
+    out = sparse_attn_decode(strange.q, cache, strange.window_indices, strange.window_lens, scale=strange.scale)
     assert [record for record in caplog.records if "after warmup" in record.getMessage()]
+    want, _ = sparse_attn_ref(strange.q.double(), *strange.args()[1:], scale=strange.scale)
+    assert rel_err(out, want) < MAX_ERR
 
 
 def test_what_supports_says_is_what_happens(monkeypatch):

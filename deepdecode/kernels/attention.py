@@ -32,42 +32,59 @@ from deepdecode.ops.rows import PagedRows
 LOG2E = 1.4426950408889634
 # a grid's second and third dimension
 MAX_TOKENS = 65535
+# the axes of rows and of groups of 16 words in a tile. Of axes that memory does not tell apart, Triton lays lanes along the
+# first until 3.6 and along the last from 3.7 on; they must go along rows, or a thread works out sixteen addresses and not one
+ROWS: tl.constexpr = tl.constexpr(0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1)
+GROUPS: tl.constexpr = tl.constexpr(1 - ROWS.value)
 
 
 @triton.jit
-def _turned(x, W: tl.constexpr, N: tl.constexpr):
-    """[N, ...] -> [N, W], each eight rows as 0, 4, 1, 5, 2, 6, 3, 7: what half a warp stores then has banks of its own."""
-    x = tl.permute(tl.reshape(x, (N // 8, 2, 2, 2, W)), (0, 2, 3, 1, 4))
-    return tl.reshape(x, (N, W))
+def _turned(x, N: tl.constexpr):
+    """A tile of 8 groups -> [N, 128], each eight rows as 0, 4, 1, 5, 2, 6, 3, 7: no two lanes then store to one bank."""
+    if ROWS == 0:
+        x = tl.permute(tl.reshape(x, (N // 8, 2, 2, 2, 8, 16)), (0, 2, 3, 1, 4, 5))
+    else:
+        x = tl.permute(tl.reshape(x, (8, N // 8, 2, 2, 2, 16)), (1, 3, 4, 2, 0, 5))
+    return tl.reshape(x, (N, 128))
+
+
+@triton.jit
+def _turned_rows(x, N: tl.constexpr):
+    """One value for each row, [N] -> [N, 1] in the order of `_turned`."""
+    return tl.reshape(tl.permute(tl.reshape(x, (N // 8, 2, 2, 2)), (0, 2, 3, 1)), (N, 1))
 
 
 @triton.jit
 def _with_rope(v0, v1, v2, v3, rope, FORM: tl.constexpr, N: tl.constexpr):
-    """Four [N, 8, 16] with words int32 [N, 2, 16] of rope values as their eighth groups -> four [N, 128].
+    """Four tiles of 8 groups with the 2 groups of rope words as their eighth groups -> four [N, 128].
 
-    Place 4 l + 2 g + a of a group takes words 4 l + 2 a and 4 l + 2 a + 1 of half g, four values as from a word of codes: so
-    each thread keeps the words that it has loaded.
+    Place 4 l + 2 g + a of a group takes words 4 l + 2 a and 4 l + 2 a + 1 of rope group g, four values as from a word of codes:
+    so each thread keeps the words that it has loaded.
     """
-    even, odd = tl.split(tl.permute(tl.reshape(rope, (N, 2, 4, 2, 2)), (0, 2, 1, 3, 4)))
+    if ROWS == 0:
+        rope = tl.permute(tl.reshape(rope, (N, 2, 4, 2, 2)), (0, 2, 1, 3, 4))
+    else:
+        rope = tl.permute(tl.reshape(rope, (2, N, 4, 2, 2)), (1, 2, 0, 3, 4))
+    even, odd = tl.split(rope)
     r0, r1 = halves(tl.reshape(even, (N, 16)), FORM)
     r2, r3 = halves(tl.reshape(odd, (N, 16)), FORM)
-    eighth = tl.arange(0, 8)[None, :, None] == 7
-    v0 = tl.where(eighth, r0[:, None, :], v0)
-    v1 = tl.where(eighth, r1[:, None, :], v1)
-    v2 = tl.where(eighth, r2[:, None, :], v2)
-    v3 = tl.where(eighth, r3[:, None, :], v3)
-    return _turned(v0, 128, N), _turned(v1, 128, N), _turned(v2, 128, N), _turned(v3, 128, N)
+    eighth = tl.expand_dims(tl.expand_dims(tl.arange(0, 8) == 7, ROWS), 2)
+    v0 = tl.where(eighth, tl.expand_dims(r0, GROUPS), v0)
+    v1 = tl.where(eighth, tl.expand_dims(r1, GROUPS), v1)
+    v2 = tl.where(eighth, tl.expand_dims(r2, GROUPS), v2)
+    v3 = tl.where(eighth, tl.expand_dims(r3, GROUPS), v3)
+    return _turned(v0, N), _turned(v1, N), _turned(v2, N), _turned(v3, N)
 
 
 @triton.jit
 def _quarters(x, scales, rope, FORM: tl.constexpr, N: tl.constexpr):
-    """Codes int32 [N, 8, 16], a row's scales int64 [N], words of rope values int32 [N, 2, 16] -> four [N, 128].
+    """A tile of 8 groups of codes, a row's scales int64 [N], 2 groups of words of rope values -> four [N, 128].
 
     Quarter k holds code k of each word, times its scale, and 16 rope values. The eighth group has no codes: it takes the first
     one's scale. In float16, what a scale outside of 2**-15 to 1 (exponents 0x70 to 0x7f) counts is NaN.
     """
-    group = tl.arange(0, 8)[None, :]
-    scale = ((scales[:, None] >> (8 * tl.where(group < 7, group, 0))) & 0xFF).to(tl.int32)  # [N, 8]
+    group = tl.expand_dims(tl.arange(0, 8), ROWS)
+    scale = ((tl.expand_dims(scales, GROUPS) >> (8 * tl.where(group < 7, group, 0))) & 0xFF).to(tl.int32)
     if FORM == "interpreted":
         s = tl.where(scale == 255, float("nan"), tl.exp2(tl.minimum(scale, 254).to(tl.float32) - 127.0))[:, :, None]
         v0, v1, v2, v3 = interpreted(x, 0, s), interpreted(x, 1, s), interpreted(x, 2, s), interpreted(x, 3, s)
@@ -75,10 +92,10 @@ def _quarters(x, scales, rope, FORM: tl.constexpr, N: tl.constexpr):
         # 2**(scale - 127); 2**-15 is a denormal
         factor = tl.where(scale > 112, (scale - 112) << 10, 0x200)
         factor = tl.where((scale & 0xF0) == 0x70, factor, 0x7E00)
-        v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = convert(x, tl.broadcast_to(factor[:, :, None], x.shape))
     elif FORM == "place":
         factor = tl.where((scale & 0xF0) == 0x70, (scale - 104) << 10, 0x7E00)
-        v0, v1, v2, v3 = place(x, tl.broadcast_to(factor[:, :, None], (N, 8, 16)))
+        v0, v1, v2, v3 = place(x, tl.broadcast_to(factor[:, :, None], x.shape))
     else:
         # 2**20 * 2**(scale - 127) as a bfloat16: infinity from 2**108 on, and NaN for E8M0's NaN and beside a NaN code
         factor = tl.where(scale == 255, 0x7FC0, tl.minimum(scale + 20, 255) << 7)[:, :, None]
@@ -129,17 +146,24 @@ def _locate(tile, lane, index, locating, TILE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
+def _load_groups(row, first, last, ALIGN: tl.constexpr, COUNT: tl.constexpr):
+    """A tile of COUNT groups of words int32 of each row, from word `first` on, zeros from group `last` on."""
+    group = tl.expand_dims(tl.expand_dims(tl.arange(0, COUNT), ROWS), 2)
+    live = tl.expand_dims(tl.expand_dims(row != 0, GROUPS), 2)
+    at = tl.expand_dims(tl.expand_dims(tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN), GROUPS), 2)
+    at = at + (first + group * 16) + tl.arange(0, 16)[None, None, :]
+    return tl.load(at, mask=live & (group < last), other=0)
+
+
+@triton.jit
 def _load_fp8(row, tail, ALIGN: tl.constexpr):
-    """One tile's codes int32 [N, 8, 16] (the eighth group is none), scales int64 [N], words of rope values int32 [N, 2, 16]."""
+    """One tile's 8 groups of codes (the eighth is none), scales int64 [N], 2 groups of words of rope values."""
     live = row != 0
-    group = tl.arange(0, 8)[None, :, None]
-    at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + group * 16
-    x = tl.load(at + tl.arange(0, 16)[None, None, :], mask=live[:, None, None] & (group < 7), other=0)
+    x = _load_groups(row, 0, 7, ALIGN, 8)
     tail_ptr = tail.to(tl.pointer_type(tl.int32))
     low = tl.load(tail_ptr, mask=live, other=0x70707070).to(tl.int64) & 0xFFFFFFFF
     scales = low | (tl.load(tail_ptr + 1, mask=live, other=0x70707070).to(tl.int64) << 32)
-    at = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), ALIGN)[:, None, None] + (112 + 16 * tl.arange(0, 2)[None, :, None])
-    return x, scales, tl.load(at + tl.arange(0, 16)[None, None, :], mask=live[:, None, None], other=0)
+    return x, scales, _load_groups(row, 112, 2, ALIGN, 2)
 
 
 @triton.jit
@@ -225,7 +249,7 @@ def _in_bfloat16(
         # read again for each tile: kept, they would double what q takes of shared memory
         q0, q1, q2, q3 = _load_q(q_ptr, q_row, head_live, "bfloat16")
         low, sums, a0, a1, a2, a3 = _attend(
-            v0, v1, v2, v3, q0, q1, q2, q3, _turned(row != 0, 1, N), scale_log2, low, sums, a0, a1, a2, a3, tl.bfloat16
+            v0, v1, v2, v3, q0, q1, q2, q3, _turned_rows(row != 0, N), scale_log2, low, sums, a0, a1, a2, a3, tl.bfloat16
         )
     return low, tl.sum(sums, 0), a0, a1, a2, a3
 
@@ -336,7 +360,7 @@ def split_kernel(
     # the rows of a tile are asked for while the tile before is multiplied, their indices one tile earlier
     row, tail = _locate(begin, lane, _find(begin, lane, finding, BLOCK_N), locating, BLOCK_N, ROW)
     if FP8:
-        live = _turned(row != 0, 1, BLOCK_N)
+        live = _turned_rows(row != 0, BLOCK_N)
         x, scales, rope = _load_fp8(row, tail, ALIGN)
     else:
         live = (row != 0)[:, None]
@@ -360,7 +384,7 @@ def split_kernel(
             now = live
             v0, v1, v2, v3 = _quarters(x, scales, rope, FORM, BLOCK_N)
             row, tail = _locate(n + 1, lane, index, locating, BLOCK_N, ROW)
-            live = _turned(row != 0, 1, BLOCK_N)
+            live = _turned_rows(row != 0, BLOCK_N)
             x, scales, rope = _load_fp8(row, tail, ALIGN)
             index = _find(n + 2, lane, finding, BLOCK_N)
             low, sums, a0, a1, a2, a3 = _attend(v0, v1, v2, v3, q0, q1, q2, q3, now, scale_log2, low, sums, a0, a1, a2, a3, F16)
