@@ -53,6 +53,15 @@ def main(argv: list[str]) -> int:
     one.add_argument("model", type=Path)
     one.add_argument("--tokens", type=int, default=64)
     args = p.parse_args(argv)
+    try:
+        return run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """One of the commands; ValueError with a sentence for what it cannot use."""
     if args.what == "data":
         print(json.dumps(data.prepare(args.stdlib, args.out, args.vocab), indent=1))
     elif args.what == "train":
