@@ -4,6 +4,7 @@ Needs an environment of its own, because engines pin what they need: `make test-
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -151,6 +152,20 @@ def test_off_is_as_if_it_were_not_installed(run, absent, environment, arguments,
     for case, out in found["outs"].items():
         assert torch.equal(out, absent["outs"][case]), case
     assert found["said"] == [f"deepdecode in SGLang 0.5.23: {why}"]
+
+
+def test_env_tells_the_same_of_this_sglang():
+    """And of this transformers, which is older than what the plug-in for it knows."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DEEPDECODE_", "SGLANG_"))}
+    command = [sys.executable, "-m", "deepdecode", "env", "--json", "--engine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**clean, **ON})
+    told = {engine["engine"]: engine for engine in json.loads(done.stdout)["engines"]}
+    sglang = told["sglang"]
+    assert (sglang["version"], sglang["tested"]) == ("0.5.23", "0.5.23")
+    assert [part["signatures"] for part in sglang["parts"]] == [[]] * 7
+    assert [part["name"] for part in sglang["parts"] if part["on"]] == ["attention", "flashmla"]
+    parts = told["transformers"]["parts"]
+    assert {part["why"] for part in parts} == {"5.24 is the first version that this plug-in knows"}
 
 
 # the other parts
