@@ -156,8 +156,8 @@ def test_two_ranks(run):
     check_agrees(found, absent)
     one, other = by_process(found["calls"]).values()
     assert one == other
-    # Requests arrive while the first prompt is worked on, and a step that works on prompts too is vLLM's. Each step reads twice in
-    # each layer, which tells how many steps there were, and of how many tokens.
+    # Requests arrive while the first prompt is worked on, and a step that works on prompts too is vLLM's. Each step reads twice
+    # in each layer, which tells how many steps there were, and of how many tokens.
     decoded = {T: one["mhc_pre"][f"{T},4,256"] // (2 * LAYERS) for T in (1, 2, 3)}
     assert decoded[3] >= STEPS - 4 and sum(T * steps for T, steps in decoded.items()) >= REQUESTS * (STEPS - 3)
     assert one["sparse_attn"] == {f"{T},4,512": LAYERS * steps for T, steps in decoded.items() if steps}
