@@ -145,11 +145,11 @@ def test_every_function_that_is_replaced_has_its_hook():
 def test_the_line_names_what_is_on_and_why_the_rest_is_not():
     why = {part.name: "" if part.name in ("flashmla", "mhc") else "nobody asked" for part in PLUGIN.parts}
     why["moe"] = "no GPU"
-    assert plugin.said(why) == (
+    assert plugin.said(plugin.PLUGIN, why) == (
         "on: flashmla (on sm_80, sm_86, sm_89, sm_90), mhc; off: attention, indexer, pages, megakernel: nobody asked; "
         "off: moe: no GPU"
     )
-    assert plugin.said(dict.fromkeys(why, "")).count("off") == 0
+    assert plugin.said(plugin.PLUGIN, dict.fromkeys(why, "")).count("off") == 0
 
 
 # FlashMLA's call

@@ -94,6 +94,19 @@ def engine_version(plugin: Plugin) -> str:
     return next((found for found in told if found[:1].isdigit()), told[0])
 
 
+def said(plugin: Plugin, why: dict[str, str]) -> str:
+    """The parts that are on, and the others by the reason why they are not."""
+    on = [part for part in plugin.parts if not why[part.name]]
+    words = [part.name + (f" (on {', '.join(f'sm_{arch}' for arch in part.archs)})" if part.archs else "") for part in on]
+    lines = [f"on: {', '.join(words)}"] if on else []
+    reasons: dict[str, list[str]] = {}
+    for name, reason in why.items():
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+    lines += [f"off: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "; ".join(lines)
+
+
 def report(plugin: Plugin) -> dict[str, Any]:
     """One JSON object.
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from deepdecode.plugins.report import Part, engine_version, why_off
+from deepdecode.plugins.report import Part, engine_version, said, why_off
 from deepdecode.plugins.sglang_source import PLUGIN, TESTED
 
 log = logging.getLogger("deepdecode")
@@ -44,25 +44,12 @@ def register() -> None:
                 _hook(part, always=True)
             elif in_steps and not _broken(part):
                 _hook(part, always=False)
-        line = said(why)
+        line = said(PLUGIN, why)
     except Exception as error:
         line = f"off: {type(error).__name__}: {error}"
     tested = "" if engine_version(PLUGIN) == TESTED else f" (tested with {TESTED})"
     # a warning, because SGLang loads its plug-ins before it sets its logging up
     log.warning("deepdecode in SGLang %s%s: %s", engine_version(PLUGIN), tested, line)
-
-
-def said(why: dict[str, str]) -> str:
-    """The parts that are on, and the others by the reason why they are not."""
-    on = [part for part in PLUGIN.parts if not why[part.name]]
-    words = [part.name + (f" (on {', '.join(f'sm_{arch}' for arch in part.archs)})" if part.archs else "") for part in on]
-    lines = [f"on: {', '.join(words)}"] if on else []
-    reasons: dict[str, list[str]] = {}
-    for name, reason in why.items():
-        if reason:
-            reasons.setdefault(reason, []).append(name)
-    lines += [f"off: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return "; ".join(lines)
 
 
 def _broken(part: Part) -> str:

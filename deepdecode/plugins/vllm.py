@@ -10,7 +10,7 @@ plug-ins in every process that it starts: nothing heavy is imported here.
 import logging
 from functools import cache
 
-from deepdecode.plugins.report import Part, Plugin, engine_version, why_off
+from deepdecode.plugins.report import Part, Plugin, engine_version, said, why_off
 from deepdecode.plugins.sources import Calls, Code, Function, Statement, Value
 
 log = logging.getLogger("deepdecode")
@@ -166,7 +166,7 @@ def register() -> None:
 
             for architecture, name in MODELS.items():
                 ModelRegistry.register_model(architecture, f"deepdecode.plugins.vllm_model:{name}")
-        line = said(why)
+        line = said(PLUGIN, why)
     except Exception as error:
         line = f"off: {type(error).__name__}: {error}"
     # a warning, because nobody has set a level for our logger
@@ -177,15 +177,3 @@ def register() -> None:
 def is_on(part: Part) -> bool:
     """Whether the part takes over in this process; asked when a model is built."""
     return not why_off(PLUGIN, part)
-
-
-def said(why: dict[str, str]) -> str:
-    """The parts that are on, and the others by the reason why they are not."""
-    on = [name for name, reason in why.items() if not reason]
-    lines = [f"on: {', '.join(on)}"] if on else []
-    reasons: dict[str, list[str]] = {}
-    for name, reason in why.items():
-        if reason:
-            reasons.setdefault(reason, []).append(name)
-    lines += [f"off: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return "; ".join(lines)
