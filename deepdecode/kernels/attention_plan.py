@@ -312,8 +312,8 @@ def _fits(shape: Shape, case: Case, card: Card) -> bool:
     if hopper and case.window_fmt == "fp8_584":
         # tiles of heads more than half empty never win, except the wide kernel's from 16 heads on
         return shape.kernel != "mma" and (shape.block_h < 2 * max(8, case.H) or (shape.kernel == "wide" and case.H >= 16))
-    # where the compiler takes wgmma or tcgen05, 64 keys of 16 heads spill: 688 to 960 and 328 to 384 bytes a thread (Triton 3.6,
-    # 3.7); on sm_90 wgmma with 32 keys of 16 heads was never timed
+    # where the compiler takes wgmma or tcgen05, 64 keys of 16 heads spill: 688 to 960 and 328 to 384 bytes a thread (Triton 3.6
+    # and 3.7); wgmma with 32 keys of 16 heads was never timed
     spilling = (card.arch == 90 and shape.block_h > 8) or (card.arch == 100 and shape.block_h > 8 and shape.block_n > 32)
     spilling = spilling and shape.fmt == "fp8_584"
     return shape.kernel == "mma" and shape.block_h < 2 * max(8, case.H) and not spilling
