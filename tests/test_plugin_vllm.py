@@ -25,7 +25,7 @@ from deepdecode.testing.numeric import rel_err
 
 # bfloat16 output
 BF16 = 3e-3
-F32 = 1e-5
+F32 = 3e-5
 
 
 def cache(rows, width):
@@ -55,19 +55,21 @@ def attend(inputs, output, **changes):
 
 @pytest.mark.parametrize(("extra_keys", "extra_page"), [(0, 64), (512, 64), (64, 2)], ids=["window", "ratio-4", "ratio-128"])
 @pytest.mark.parametrize("H", [8, 64])
-def test_attention_is_written_into_the_engines_buffer(extra_keys, extra_page, H):
-    inputs = attention_inputs(3, H, 128, extra_keys, window_page=64, extra_page=extra_page, full=False, holes=True)
+def test_attention_is_written_into_the_engines_buffer(extra_keys, extra_page, H, device):
+    inputs = attention_inputs(
+        3, H, 128, extra_keys, window_page=64, extra_page=extra_page, full=False, holes=True, device=device
+    )
     # vLLM gives a head that only pads no sink
     inputs.sink[-1] = float("-inf")
-    whole = torch.full((5, H, 512), float("nan"), dtype=torch.bfloat16)
+    whole = torch.full((5, H, 512), float("nan"), dtype=torch.bfloat16, device=device)
     assert attend(inputs, whole[:3]) is None
     want, _ = sparse_attn_ref(inputs.q.double(), *inputs.args()[1:], sink=inputs.sink.double(), scale=inputs.scale)
     assert rel_err(whole[:3], want) < BF16
     assert whole[3:].isnan().all(), "what stands behind the decode tokens is not ours to write"
 
 
-def test_columns_of_a_wider_buffer_are_indices_too():
-    inputs = attention_inputs(2, 8, 128, 64, extra_page=2)
+def test_columns_of_a_wider_buffer_are_indices_too(device):
+    inputs = attention_inputs(2, 8, 128, 64, extra_page=2, device=device)
     wider = torch.cat([inputs.extra_indices, torch.full_like(inputs.extra_indices, 10**6)], dim=1)
     plain, outs = torch.empty_like(inputs.q), torch.empty_like(inputs.q)
     attend(inputs, plain)
@@ -112,7 +114,7 @@ def indexer(inputs, T, **members):
     own = {
         "k_cache": SimpleNamespace(kv_cache=cache(inputs.keys, 132)),
         "topk_tokens": inputs.topk,
-        "topk_indices_buffer": torch.full((T + 2, inputs.topk + 1), 7, dtype=torch.int32),
+        "topk_indices_buffer": torch.full((T + 2, inputs.topk + 1), 7, dtype=torch.int32, device=inputs.index_q.device),
         "dcp_world_size": 1,
         "use_pcp": False,
         "skip_k_cache_insert": True,
@@ -132,15 +134,15 @@ def step(table, lens, T, **members):
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(2, 1), (2, 3), (1, 1)])
-def test_the_indexer_names_entries_by_number(sequences, tokens):
+def test_the_indexer_names_entries_by_number(sequences, tokens, device):
     """Tables of each sequence, lengths of each token, several tokens of a sequence as in speculation."""
     T = sequences * tokens
-    inputs = exact_inputs(T + 1, 5, 9, 16, 20)
-    table = torch.stack([torch.randperm(9) for _ in range(sequences)]).int()
-    lens = torch.randint(0, 145, (sequences, tokens)).int()
+    inputs = exact_inputs(T + 1, 5, 9, 16, 20, device=device)
+    table = torch.stack([torch.randperm(9) for _ in range(sequences)]).int().to(device)
+    lens = torch.randint(0, 145, (sequences, tokens)).int().to(device)
     ours = indexer(inputs, T)
     calls.choose(ours, inputs.index_q, inputs.index_weights, step(table, lens, T))
-    slots = torch.arange(sequences).repeat_interleave(tokens).int()
+    slots = torch.arange(sequences, device=device).repeat_interleave(tokens).int()
     want, _ = index_topk_ref(
         inputs.index_q[:T].double(),
         inputs.index_weights[:T].double(),
@@ -182,17 +184,20 @@ def test_an_indexer_that_is_not_covered_is_left_to_the_engine(members, decode, l
     assert (ours.topk_indices_buffer == 7).all()
 
 
-def site(C):
-    return torch.randn(24, 4 * C) / (4 * C) ** 0.5, torch.rand(3), torch.randn(24)
+def site(C, device="cpu"):
+    fn = torch.randn(24, 4 * C, device=device) / (4 * C) ** 0.5
+    return fn, torch.rand(3, device=device), torch.randn(24, device=device)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first-layer", "between"])
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
-def test_hyper_connections(first, normed):
+def test_hyper_connections(first, normed, device):
+    if device.type == "cuda" and not normed:
+        pytest.skip("the kernel has the norm inside, and vLLM's GPU layers always ask for it")
     C, T = 64, 5
-    (fn, scale, base), streams, y = site(C), torch.randn(T, 4, C).bfloat16(), torch.randn(T, C).bfloat16()
-    post, comb = torch.rand(T, 4, 1), torch.rand(T, 4, 4)
-    weight = torch.rand(C).bfloat16()
+    (fn, scale, base), streams = site(C, device), torch.randn(T, 4, C, device=device).bfloat16()
+    y, weight = torch.randn(T, C, device=device).bfloat16(), torch.rand(C, device=device).bfloat16()
+    post, comb = torch.rand(T, 4, 1, device=device), torch.rand(T, 4, 4, device=device)
     got = calls.boundary(
         None if first else y, streams, None if first else (post, comb), (fn, scale, base), (1e-6, 1e-5, 1e-5), 2.0, 20,
         (weight, 1e-6) if normed else None,

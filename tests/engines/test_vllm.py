@@ -70,6 +70,7 @@ def run(tmp_path_factory):
             found = torch.load(folder / "out.pt")
             found["said"] = [line for line in process.stderr.splitlines() if "deepdecode in vLLM" in line]
             found["models"] = {file.read_text() for file in seen.glob("*.model")}
+            found["commands"] = [file.read_text() for file in seen.glob("*.command")]
             done[key] = found
         return done[key]
 
@@ -81,7 +82,7 @@ def by_process(calls):
     found = {}
     for name, shapes in calls.items():
         process, op = name.split(".")
-        if op != "model":
+        if op not in ("model", "command"):
             found.setdefault(process, {})[op] = Counter(shapes)
     return found
 
@@ -135,6 +136,8 @@ def test_one_rank_calls_our_ops(on):
     (calls,) = by_process(on["calls"]).values()
     assert calls == expected(heads=8)
     assert on["models"] == {"deepdecode.plugins.vllm_model"}
+    # the process in which vLLM looks at the model's class loads plug-ins too
+    assert len(on["commands"]) == 2 and sum("vllm.model_executor.models.registry" in command for command in on["commands"]) == 1
     assert [line.split("deepdecode in ")[1] for line in on["said"]] == [
         f"vLLM 0.32.0: on: indexer, attention-cpu, mhc-cpu; {OFF}"
     ]
@@ -163,10 +166,21 @@ def test_two_ranks(run):
     assert one["sparse_attn"] == {f"{T},4,512": LAYERS * steps for T, steps in decoded.items() if steps}
     assert one["index_topk"]["3,8,128"] == INDEXERS * decoded[3] and one["mhc_post"].total() == one["mhc_pre"].total()
     assert found["models"] == {"deepdecode.plugins.vllm_model"}
-    # the launcher, the engine core and two workers at least
-    assert len(found["said"]) >= 4 and all("on: indexer, attention-cpu, mhc-cpu" in line for line in found["said"])
+    # the launcher, the engine core and two workers
+    assert len(found["said"]) == 4 and all("on: indexer, attention-cpu, mhc-cpu" in line for line in found["said"])
     for op in ("sparse_attn", "index_topk"):
         check_spoilt(found, op)
+
+
+def test_ops_that_fail_leave_the_engine_its_own(run):
+    """Each is tried once, and one line says so; vLLM goes on with its own bits."""
+    absent, found = run(ABSENT | ONE, "--short"), run(ON | ONE | {"VLLM_HARNESS_FAIL": "1"}, "--short")
+    assert torch.equal(found["logprobs"]["clean"], absent["logprobs"]["clean"])
+    (calls,) = by_process(found["calls"]).values()
+    assert {op: shapes.total() for op, shapes in calls.items()} == {"sparse_attn": 1, "mhc_pre": 1}
+    assert [line.split("deepdecode in ")[1] for line in found["said"][1:]] == [
+        f"vLLM: {what} failed, vLLM's own runs instead: RuntimeError: no such kernel" for what in ("mHC", "sparse attention")
+    ]
 
 
 @pytest.fixture(scope="module")

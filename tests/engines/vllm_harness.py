@@ -7,13 +7,14 @@ process counts each call, and what they give is corrupted as long as a file asks
 import collections
 import ctypes
 import os
+import sys
 import zlib
 from functools import wraps
 from pathlib import Path
 
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-FOLDER = "VLLM_HARNESS"
+FOLDER, FAIL = "VLLM_HARNESS", "VLLM_HARNESS_FAIL"
 MAX_BATCH = 4
 # the ops that the plug-in calls: module, function, and how a test spoils what it gives
 OPS = {
@@ -47,6 +48,7 @@ class Given(LogitsProcessor):
 def register():
     repair()
     if FOLDER in os.environ:
+        (Path(os.environ[FOLDER]) / f"{os.getpid()}.command").write_text(" ".join(sys.orig_argv))
         for op in OPS:
             stand_around(op, Path(os.environ[FOLDER]))
 
@@ -123,6 +125,8 @@ def stand_around(op, folder):
     def counted(first, *args, **kwargs):
         with open(folder / f"{os.getpid()}.{op}", "a") as file:
             file.write(f"{','.join(map(str, first.shape))}\n")
+        if FAIL in os.environ:
+            raise RuntimeError("no such kernel")
         found = original(first, *args, **kwargs)
         if (folder / f"spoil.{op}").exists():
             spoil(found)
