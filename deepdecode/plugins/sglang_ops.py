@@ -36,6 +36,7 @@ _MHC_POST_MULT = 2.0
 covered: ContextVar[bool] = ContextVar("covered", default=False)
 # the rank's own heads in the step that runs, where more may be handed in; None outside a decode step
 _heads: ContextVar[int | None] = ContextVar("heads", default=None)
+# whether SGLang captures the step, or warms up for that
 _captured: ContextVar[bool] = ContextVar("captured", default=False)
 # whether what the logits function gives goes straight to a top-k that is ours too
 _choosing: ContextVar[bool] = ContextVar("choosing", default=False)
@@ -266,6 +267,7 @@ def with_indexer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
             raise ValueError("another top-k was asked for by --dsa-topk-backend")
         if c4_indexer.use_fp4_indexer:
             raise ValueError("its keys are FP4")
+        _expect_topk()
         _hook_logits(_logits_function())
         return True
 
@@ -274,6 +276,15 @@ def with_indexer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         return original(self, *args, **kwargs)
     finally:
         _choosing.reset(token)
+
+
+def _expect_topk() -> None:
+    """Scores may wait only where each function that takes them is ours."""
+    from sglang.srt.layers.attention.dsv4 import indexer as source  # type: ignore
+
+    for name in ("topk_transform_paged", "topk_transform_paged_v2"):
+        if not hasattr(getattr(source, name), "__wrapped__"):
+            raise ValueError(f"{name} could not be replaced")
 
 
 def _logits_function() -> str:

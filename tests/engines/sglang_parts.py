@@ -356,10 +356,15 @@ def main():
                 flash_mla(0, 64)
             back()
             found["captured"] = notes
+            decode_calls()
         with override_platform(is_sm120=True, is_sm100=False, is_cuda=True):
             back = counted(index_op, "index_topk")
             found["entries"], found["torch asked"] = indexer(entries=True), indexer(torch_asked=True)
             found["left calls"] = decode_calls()
+            # a top-k that somebody put in the place of ours since
+            ours_there, index_source.topk_transform_paged = index_source.topk_transform_paged, own_topk
+            found["replaced top-k"], found["replaced calls"] = indexer(), decode_calls()
+            index_source.topk_transform_paged = ours_there
             back()
             back = counted(fused, "mhc_boundary")
             found["other norm"], found["other norm calls"] = boundary(norm_eps=1e-5), decode_calls()

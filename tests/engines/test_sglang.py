@@ -220,6 +220,7 @@ def test_the_indexer_leaves_other_ways_to_sglang(parts, own):
         assert torch.equal(ours, theirs)
     assert torch.equal(parts["torch asked"], own["indexer"]["plain"])
     assert parts["left calls"] == 0
+    assert torch.equal(parts["replaced top-k"], own["indexer"]["plain"]) and parts["replaced calls"] == 0
 
 
 def test_the_boundary_of_hyper_connections(parts, own):
