@@ -213,6 +213,7 @@ def _load_q(ptr, row, mask, FORM: tl.constexpr):
         at = ptr + 4 * at
         q0, q1 = tl.load(at, mask=mask[None, :], other=0.0), tl.load(at + 1, mask=mask[None, :], other=0.0)
         q2, q3 = tl.load(at + 2, mask=mask[None, :], other=0.0), tl.load(at + 3, mask=mask[None, :], other=0.0)
+        q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
     else:
         words = tl.load(ptr.to(tl.pointer_type(tl.int64)) + at, mask=mask[None, :], other=0)
         q0, q1 = halves(words.to(tl.int32), FORM)
@@ -397,6 +398,7 @@ def split_kernel(
                 )  # fmt: skip
     else:
         q0, q1, q2, q3 = _load_q_plain(q_ptr, t * H + head, head_live)
+        q0, q1, q2, q3 = q0.to(BF16), q1.to(BF16), q2.to(BF16), q3.to(BF16)
         for n in range(begin, end):
             now = live
             v0, v1, v2, v3 = x0, x1, x2, x3
