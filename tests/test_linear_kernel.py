@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepdecode.cards import CARDS, find_card
+from deepdecode.ops.norm import rms_norm_ref
 from deepdecode.ops.quant import E4M3, E8M0, Weight, dequantize
 from deepdecode.testing.experts import random_weight
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
@@ -18,17 +19,17 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from deepdecode.kernels import linear as kernel  # noqa: E402
-from deepdecode.kernels.linear_plan import Case, Config, plan, supports  # noqa: E402
+from deepdecode.kernels.linear_plan import Case, Config, Gemv, plan, supports  # noqa: E402
 
 FP32_STEP = 1e-6  # the interpreter multiplies in float32
 KINDS = ("fp8", "fp8_f32", "fp4", "bf16", "f32")
 SMALL = Config(block_m=32, block_t=8, block_k=64, slices=1, num_warps=2, num_stages=2)
 
 
-def run(x, weight, config, out_dtype=torch.float32):
+def run(x, weight, config, out_dtype=torch.float32, **more):
     T, G, _ = x.shape
     out = torch.empty(T, G, weight.shape[0] // G, dtype=out_dtype, device=x.device)
-    kernel.launch(x, weight.data, weight.scale, weight.kind, out, config)
+    kernel.launch(x, weight.data, weight.scale, weight.kind, out, config, **more)
     return out
 
 
@@ -45,6 +46,51 @@ def case(T, G, out, width, kind):
 def test_interpreted_matches_reference(kind, slices, T, G, out, width):
     x, weight, want = case(T, G, out, width, kind)
     assert worst_row_err(run(x, weight, replace(SMALL, slices=slices, num_warps=max(2, slices))), want) < FP32_STEP
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+# less than a tile of each, more of the second, more of the first
+@pytest.mark.parametrize(("T", "rows", "beside"), [(1, 5, 17), (9, 33, 70), (2, 100, 40)])
+def test_a_weight_beside(kind, slices, T, rows, beside):
+    x, weight, want = case(T, 1, rows, 160, kind)
+    other = torch.randn(beside, 160)
+    out = torch.empty(T, 1, beside)
+    got = run(x, weight, replace(SMALL, slices=slices, num_warps=max(2, slices)), beside=kernel.Beside(other, out))
+    assert worst_row_err(got, want) < FP32_STEP
+    assert worst_row_err(out[:, 0], x[:, 0].double() @ other.double().T) < FP32_STEP
+
+
+GEMV = Gemv(block_m=4, beside_m=2, block_k=256, tokens=2, num_warps=1)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_f32", "bf16"])
+@pytest.mark.parametrize("normed", [False, True])
+# one piece, two with a tail, odd rows, groups
+@pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 5, 256), (2, 1, 77, 384), (2, 3, 136, 512)])
+def test_few_tokens_without_tensor_cores(kind, normed, T, G, out, width):
+    x, weight, want = case(T, G, out, width, kind)
+    more = {}
+    if normed and G == 1:
+        norm = torch.rand(width) + 0.5
+        want = rms_norm_ref(x.double(), norm.double(), 1e-3) @ dequantize(weight, torch.float64).T
+        more["norm"] = kernel.Norm(norm, 1e-3)
+    assert worst_row_err(run(x, weight, GEMV, **more), want) < FP32_STEP
+
+
+def test_few_tokens_and_a_weight_beside():
+    x, weight, want = case(2, 1, 33, 384, "fp8")
+    other, out = torch.randn(7, 384), torch.empty(2, 1, 7)
+    assert worst_row_err(run(x, weight, GEMV, beside=kernel.Beside(other, out)), want) < FP32_STEP
+    assert worst_row_err(out[:, 0], x[:, 0].double() @ other.double().T) < FP32_STEP
+
+
+def test_a_nan_code_is_a_nan_without_tensor_cores():
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 256).view(E4M3)
+    weight = Weight(codes, torch.full((2, 2), 130, dtype=torch.uint8).view(E8M0))
+    x = torch.zeros(1, 1, 256)
+    x[0, 0, 5] = 1
+    assert torch.equal(run(x, weight, GEMV)[0, 0].nan_to_num(7), dequantize(weight)[:, 5].nan_to_num(7))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
@@ -111,6 +157,11 @@ def test_plans_fit_every_card():
             for G, out, K in SIZES:
                 for weight in ("fp8", "fp4", "bfloat16", "float32"):
                     config = plan(Case(T, G, out, K, weight), card)
+                    if isinstance(config, Gemv):
+                        # in registers: at most 128 weights of a thread
+                        assert config.block_m * config.block_k <= 128 * 32 * config.num_warps
+                        assert T == 1 and weight in ("fp8", "bfloat16") and (weight != "fp8" or card.arch >= 89)
+                        continue
                     assert config.slices in (1, config.num_warps)
                     # a weight tile of each stage; what the compiler adds is checked where it compiles
                     size = {"fp8": 2, "fp4": 1, "bfloat16": 4, "float32": 8}[weight]
@@ -119,9 +170,12 @@ def test_plans_fit_every_card():
 
 def test_small_weights_fill_the_card():
     """Few rows are cut finely, and then K among a program's warps."""
-    config = plan(Case(1, 1, 1536, 4096, "fp8"), find_card("H200"))
+    config = plan(Case(3, 1, 1536, 4096, "fp8"), find_card("H200"))
     assert -(-1536 // config.block_m) >= 96
     assert config.slices > 1
+    config = plan(Case(1, 1, 1536, 4096, "fp8"), find_card("H200"))
+    assert -(-1536 // config.block_m) >= 132
+    assert config.num_warps * 32 * 8 * 2 == config.block_k
 
 
 @pytest.mark.parametrize(

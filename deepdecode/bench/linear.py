@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
-from deepdecode.ops.linear import grouped_linear, linear
+from deepdecode.ops.linear import grouped_linear, linear, linear_beside
 from deepdecode.ops.quant import Weight, dequantize
 from deepdecode.testing.experts import random_weight
 from deepdecode.testing.numeric import rel_err, worst_row_err
@@ -29,7 +29,10 @@ PAST_L2 = 180 << 20
 
 @dataclass(frozen=True)
 class Set:
-    """[groups * out, width] of one kind; the result float32 where the model wants that."""
+    """[groups * out, width] of one kind; the result float32 where the model wants that.
+
+    beside: rows of a bfloat16 weight that the same x is multiplied with, its result in float32; the product does both at once.
+    """
 
     name: str
     ways: int
@@ -38,13 +41,14 @@ class Set:
     width: int
     kind: str = "fp8"
     wide: bool = False
+    beside: int = 0
 
 
 # V4-Flash's sets whole, and the part of one of 8 ranks where that is another
 SETS = (
     Set("q_kv", 1, 1, 1536, 4096),
-    Set("rest, ratio 4", 1, 1, 2624, 4096, "bf16", True),
-    Set("rest, ratio 128", 1, 1, 1024, 4096, "bf16", True),
+    Set("q_kv and rest, ratio 4", 1, 1, 1536, 4096, beside=2624),
+    Set("q_kv and rest, ratio 128", 1, 1, 1536, 4096, beside=1024),
     Set("q_b", 1, 1, 40960, 1024),
     Set("wo_a", 1, 8, 1024, 4096),
     Set("wo_b", 1, 1, 4096, 8192),
@@ -55,46 +59,53 @@ SETS = (
     Set("head", 8, 1, 16160, 4096, "bf16", True),
 )
 
-Runner = Callable[[torch.Tensor, Weight, torch.dtype], Callable[[], torch.Tensor]]
-"""Takes x [T, G, width], a weight and the result's dtype, gives the call to time; raises if it cannot run the case."""
+Results = tuple[torch.Tensor, ...]
+Runner = Callable[[torch.Tensor, Weight, Weight | None, torch.dtype], Callable[[], Results]]
+"""Takes x [T, G, width], a weight, one beside it and the result's dtype, gives the call to time; raises if it cannot run."""
 
 
-def ours(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def ours(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
     if x.shape[1] > 1:
-        return lambda: grouped_linear(x, weight, dtype)
+        return lambda: (grouped_linear(x, weight, dtype),)
     rows = x[:, 0]
-    return lambda: linear(rows, weight, dtype)[:, None]
+    if beside is not None:
+        return lambda: tuple(out[:, None] for out in linear_beside(rows, weight, beside))
+    return lambda: (linear(rows, weight, dtype)[:, None],)
 
 
-def cublas(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def cublas(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
     """torch.matmul on a bfloat16 copy of the weight: twice the bytes of an FP8 one."""
     G = x.shape[1]
     w = dequantize(weight).bfloat16().view(G, -1, x.shape[2])
     if G == 1:
-        rows, only = x[:, 0], w[0].mT
-        return lambda: torch.matmul(rows, only)[:, None]
+        rows, weights = x[:, 0], [w[0].mT] + ([] if beside is None else [beside.data.mT])
+        return lambda: tuple(torch.matmul(rows, one)[:, None] for one in weights)
     groups = x.transpose(0, 1)
-    return lambda: torch.bmm(groups, w.mT).transpose(0, 1)
+    return lambda: (torch.bmm(groups, w.mT).transpose(0, 1),)
 
 
-def widened_each_time(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def widened_each_time(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
     """Dequantise to bfloat16, then torch.matmul: what an engine without a kernel for the format does."""
     if weight.kind == "plain":
         raise NotImplementedError("a plain weight needs no widening")
-    return lambda: cublas(x, weight, dtype)()
+    return lambda: cublas(x, weight, beside, dtype)()
 
 
-def scaled_mm(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def scaled_mm(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
     """torch._scaled_mm with one scale for all: x is cast to FP8 beforehand, so that cast is not timed, and blocks are ignored.
 
     It needs 16 rows of x at least.
     """
-    if weight.kind != "fp8" or x.shape[1] > 1:
+    if weight.kind != "fp8" or x.shape[1] > 1 or beside is not None:
         raise NotImplementedError("one FP8 product only")
     rows = x.new_zeros(max(16, len(x)), x.shape[2])
     rows[: len(x)] = x[:, 0]
     codes, one = rows.to(torch.float8_e4m3fn), torch.ones((), device=x.device)
-    return lambda: torch.ops.aten._scaled_mm(codes, weight.data.t(), one, one, None, None, torch.bfloat16)[: len(x), None]
+
+    def run() -> Results:
+        return (torch.ops.aten._scaled_mm(codes, weight.data.t(), one, one, None, None, torch.bfloat16)[: len(x), None],)
+
+    return run
 
 
 IMPLEMENTATIONS: dict[str, Runner] = {
@@ -108,20 +119,23 @@ IMPLEMENTATIONS: dict[str, Runner] = {
 def measure(case: Set, T: int, name: str, bandwidth: float, limit_s: float) -> dict[str, Any]:
     """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
     row: dict[str, Any] = {"op": "linear", "implementation": name, "T": T, "set": case.name, "ways": case.ways}
-    row |= {"groups": case.groups, "out": case.out, "width": case.width, "kind": case.kind}
+    row |= {"groups": case.groups, "out": case.out, "width": case.width, "kind": case.kind, "beside": case.beside}
     generator = torch.Generator("cuda").manual_seed(T)
     dtype = torch.float32 if case.wide else torch.bfloat16
     x = torch.randn(T, case.groups, case.width, generator=generator, device="cuda").bfloat16()
     weights = list(_copies(case, generator, 1 if name.startswith("dequantise") else None))
     try:
-        calls = [IMPLEMENTATIONS[name](x, weight, dtype) for weight in weights]
+        calls = [IMPLEMENTATIONS[name](x, *pair, dtype) for pair in weights]
         got = calls[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[:160]}
-    want = torch.einsum("tgk,gok->tgo", x.double(), _first_rows(case, weights[0]))
-    row["rel_err"] = rel_err(got[:, :, : want.shape[2]], want)
-    row["worst_row_err"] = worst_row_err(got[:, :, : want.shape[2]], want)
+    weight, beside = weights[0]
+    wants = [torch.einsum("tgk,gok->tgo", x.double(), _first_rows(case, weight))]
+    if beside is not None:
+        wants.append((x[:, 0].double() @ beside.data.double().T)[:, None])
+    pairs = [(one[:, :, : want.shape[2]], want) for one, want in zip(got, wants, strict=True)]
+    row["rel_err"], row["worst_row_err"] = (max(error(*pair) for pair in pairs) for error in (rel_err, worst_row_err))
     if name == "deepdecode" and not row["rel_err"] < MAX_ERR[dtype]:
         return row | {"error": "outside the error bound"}
     warm = time_graph(calls[:1], limit_s=limit_s)
@@ -129,8 +143,10 @@ def measure(case: Set, T: int, name: str, bandwidth: float, limit_s: float) -> d
     if len(calls) > 1:
         rotated = time_graph(calls, limit_s=limit_s)
         row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
-    nbytes = weights[0].nbytes + x.nbytes + T * case.groups * case.out * (4 if case.wide else 2)
-    row |= {"bytes": nbytes, "flops": 2 * T * case.groups * case.out * case.width, "floor_us": nbytes / bandwidth / 1e6}
+    nbytes = weight.nbytes + x.nbytes + T * (case.groups * case.out * (4 if case.wide else 2) + 4 * case.beside)
+    nbytes += 0 if beside is None else beside.nbytes
+    flops = 2 * T * (case.groups * case.out + case.beside) * case.width
+    row |= {"bytes": nbytes, "flops": flops, "floor_us": nbytes / bandwidth / 1e6}
     return row | {"floor_fraction": row["floor_us"] / row.get("us_rotated", row["us_warm"])}
 
 
@@ -140,11 +156,15 @@ def _first_rows(case: Set, weight: Weight) -> torch.Tensor:
     return torch.stack([dequantize(weight.rows(at, at + min(512, case.out)), torch.float64) for at in starts])
 
 
-def _copies(case: Set, generator: torch.Generator, count: int | None) -> Iterator[Weight]:
+def _copies(case: Set, generator: torch.Generator, count: int | None) -> Iterator[tuple[Weight, Weight | None]]:
     """Weights of this set, as many as pass L2, at most 48."""
-    size = case.groups * case.out * case.width * (1 if case.kind == "fp8" else 2)
+    size = (case.groups * case.out * (1 if case.kind == "fp8" else 2) + 2 * case.beside) * case.width
+
+    def draw(rows: int, kind: str) -> Weight:
+        return random_weight(rows, case.width, kind=kind, device="cuda", generator=generator)
+
     for _ in range(count or max(2, min(48, -(-PAST_L2 // size)))):
-        yield random_weight(case.groups * case.out, case.width, kind=case.kind, device="cuda", generator=generator)
+        yield draw(case.groups * case.out, case.kind), draw(case.beside, "bf16") if case.beside else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(row: dict[str, Any]) -> None:
-    what = f"{row['implementation']:<28} T={row['T']:<4} {row['set']:<16} 1/{row['ways']}"
+    what = f"{row['implementation']:<28} T={row['T']:<4} {row['set']:<24} 1/{row['ways']}"
     if "us_warm" not in row:
         print(f"{what} {row['error']}", flush=True)
         return

@@ -3,13 +3,17 @@
 A decode step reads each weight once, so at its sizes the floor is the weight's bytes over the memory's bandwidth.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from deepdecode.kernels import norm as norm_kernel
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.codes import FP4, FP8, PLAIN
-from deepdecode.kernels.linear_plan import Case, Config, plan, supports
+from deepdecode.kernels.linear_gemv import linear_gemv_kernel
+from deepdecode.kernels.linear_plan import Case, Config, Gemv, plan, supports
 from deepdecode.kernels.product import blocks_of, product
 
 KINDS = {"plain": PLAIN, "fp8": FP8, "fp4": FP4}
@@ -28,12 +32,13 @@ def rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND: tl.constexpr):
     return w_row, scale_row
 
 
-@triton.jit(do_not_specialize=["T", "OUT"])
-def linear_kernel(
+@triton.jit
+def _tile(
     x_ptr,
     w_ptr,
     scale_ptr,
     out_ptr,
+    tile,
     T,
     OUT,
     K,
@@ -52,9 +57,8 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     group = tl.program_id(2)
     # rows past the last read the last again, and are not stored
     row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
@@ -65,42 +69,145 @@ def linear_kernel(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
 
 
+@triton.jit(do_not_specialize=["T", "OUT", "beside_OUT", "beside_tiles"])
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    out_ptr,
+    beside_w_ptr,
+    beside_out_ptr,
+    T,
+    OUT,
+    beside_OUT,
+    beside_tiles,
+    K,
+    stride_xt,
+    stride_xg,
+    stride_w,
+    stride_scale,
+    stride_ot,
+    stride_beside_w,
+    KIND: tl.constexpr,
+    E8M0: tl.constexpr,
+    EVEN: tl.constexpr,
+    BESIDE: tl.constexpr,
+    SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2.
+
+    BESIDE: a plain weight that the same x is multiplied with; its tiles come first, since they have more bytes.
+    """
+    tile = tl.program_id(1)
+    if BESIDE:
+        if tile < beside_tiles:
+            _tile(
+                x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, tile, T, beside_OUT, K,
+                stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
+                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+            )  # fmt: skip
+        else:
+            _tile(
+                x_ptr, w_ptr, scale_ptr, out_ptr, tile - beside_tiles, T, OUT, K,
+                stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
+                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+            )  # fmt: skip
+    else:
+        _tile(
+            x_ptr, w_ptr, scale_ptr, out_ptr, tile, T, OUT, K,
+            stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
+            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+        )  # fmt: skip
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """One-byte floats as bytes, everything else as it is."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def launch(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: str, out: torch.Tensor, config: Config) -> None:
-    """Fill out [T, G, OUT] from x [T, G, K] and w [G * OUT, ...]; `deepdecode.ops.linear` has checked them, and T > 0."""
+@dataclass(frozen=True)
+class Beside:
+    """A plain weight [OUT, K] that the same x is multiplied with in the same launch, and where that goes: out [T, 1, OUT]."""
+
+    w: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The RMSNorm of x before the product: a weight [K], and what is added to the mean square."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+    config: Config | Gemv,
+    *,
+    norm: Norm | None = None,
+    beside: Beside | None = None,
+) -> None:
+    """Fill out [T, G, OUT] from x [T, G, K] and w [G * OUT, ...]; `deepdecode.ops.linear` has checked them, and T > 0.
+
+    norm: for a `Gemv` launch only.
+    """
     T, G, K = x.shape
     OUT = out.shape[2]
     codes, scales = bits(w), w if scale is None else bits(scale)
-    even = K % (config.slices * config.block_k) == 0
-    linear_kernel[triton.cdiv(T, config.block_t), triton.cdiv(OUT, config.block_m), G](
+    few = isinstance(config, Gemv)
+    beside_out = 0 if beside is None else beside.out.shape[2]
+    beside_tiles = triton.cdiv(beside_out, config.beside_m if few else config.block_m)
+    tiles = triton.cdiv(OUT, config.block_m) + beside_tiles
+    arguments = (
         x,
         codes,
         scales,
         out,
+        None if beside is None else beside.w,
+        None if beside is None else beside.out,
         T,
         OUT,
+        beside_out,
+        beside_tiles,
         K,
         x.stride(0),
         x.stride(1),
         codes.stride(0),
         scales.stride(0),
         G * OUT,
-        KIND=KINDS[kind],
-        E8M0=scales.dtype == torch.uint8,
-        EVEN=even,
-        SLICES=config.slices,
-        WARPS=config.num_warps,
-        BLOCK_M=config.block_m,
-        BLOCK_T=config.block_t,
-        BLOCK_K=config.block_k,
-        INTERPRET=not x.is_cuda,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        0 if beside is None else beside.w.stride(0),
     )
+    options = {
+        "KIND": KINDS[kind],
+        "E8M0": scales.dtype == torch.uint8,
+        "BESIDE": beside is not None,
+        "INTERPRET": not x.is_cuda,
+        "num_warps": config.num_warps,
+    }
+    if few:
+        pieces = triton.cdiv(K, config.block_k)
+        norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        linear_gemv_kernel[tiles, G](
+            *arguments, norm_weight, norm_eps, EVEN=pieces * config.block_k == K, NORM=norm is not None, TOKENS=config.tokens,
+            BLOCK_M=config.block_m, BESIDE_M=config.beside_m, BLOCK_K=config.block_k, PIECES=pieces, PDL=config.pdl,
+            **options, **({"launch_pdl": True} if config.pdl else {}),
+        )  # fmt: skip
+        return
+    assert norm is None
+    linear_kernel[triton.cdiv(T, config.block_t), tiles, G](
+        *arguments, EVEN=K % (config.slices * config.block_k) == 0, SLICES=config.slices, WARPS=config.num_warps,
+        BLOCK_M=config.block_m, BLOCK_T=config.block_t, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
+    )  # fmt: skip
 
 
 def weight_name(w: torch.Tensor, kind: str) -> str:
@@ -112,18 +219,37 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None, kind: str, out: torch.Tensor) -> str | None:
-    """Fill out and give None; or give the reason why no kernel can, having done nothing."""
+def multiply(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor | None,
+    kind: str,
+    out: torch.Tensor,
+    *,
+    norm: Norm | None = None,
+    beside: Beside | None = None,
+) -> str | None:
+    """Fill out, and that of the weight beside, and give None; or give the reason why no kernel can, having done nothing.
+
+    norm: x [T, 1, K] is normed first, by the same launch where tokens are few.
+    """
     T, G, K = x.shape
     names = [_name(dtype) for dtype in (x.dtype, torch.float32 if scale is None else scale.dtype, out.dtype)]
-    case = Case(T, G, out.shape[2], K, weight_name(w, kind), *names)
+    rows = 0 if beside is None else len(beside.w)
+    case = Case(T, G, out.shape[2], K, weight_name(w, kind), *names, beside=rows)
     card = card_of(x.device)
-    reason = supports(case, card) or layout_reason(x, w, scale)
+    reason = supports(case, card) or layout_reason(x, w, scale, None if beside is None else beside.w)
+    if reason is None and norm is not None:
+        reason = norm_kernel.supports(K, _name(x.dtype))
     if reason:
         return reason
+    config = plan(case, card)
     # Triton launches on the current device
     with torch.cuda.device(x.device):
-        launch(x, w, scale, kind, out, plan(case, card))
+        if norm is not None and not isinstance(config, Gemv):
+            # every program would norm all tokens again, which costs more than a launch
+            x, norm = norm_kernel.launch(x[:, 0], norm.weight, norm.eps, card.arch)[:, None], None
+        launch(x, w, scale, kind, out, config, norm=norm, beside=beside)
     return None
 
 
@@ -137,11 +263,20 @@ def layout_reason(x: torch.Tensor, *weights: torch.Tensor | None) -> str | None:
     return None
 
 
-def compile_args(config: Config, kind: str, out: str = "bf16", plain: str = "bf16") -> tuple[dict[str, str], dict[str, object]]:
-    """Types and constants of `linear_kernel` as `launch` passes them for sizes of the model, to compile it without a GPU."""
-    types = {"x_ptr": "*bf16:16", "w_ptr": f"*{plain if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
-    types |= {"out_ptr": f"*{out}:16", "T": "i32", "OUT": "i32"}
-    types |= dict.fromkeys(("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot"), "i32:16")
-    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "SLICES": config.slices, "WARPS": config.num_warps}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k}
-    return types, constants | {"INTERPRET": False}
+def compile_args(
+    config: Config | Gemv, kind: str, *, beside: bool = False, norm: bool = False
+) -> tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, int]]:
+    """The kernel, its types, constants and options as `launch` passes them at the model's sizes: to compile it without a GPU."""
+    types = {"x_ptr": "*bf16:16", "w_ptr": f"*{'bf16' if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
+    types |= {"out_ptr": "*bf16:16"} | dict.fromkeys(("T", "OUT", "beside_OUT", "beside_tiles"), "i32")
+    types |= {"beside_w_ptr": "*bf16:16", "beside_out_ptr": "*fp32:16"} if beside else {}
+    sizes = ("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot", "stride_beside_w")
+    types |= dict.fromkeys(sizes, "i32:16")
+    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "BESIDE": beside, "INTERPRET": False}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+    if isinstance(config, Gemv):
+        types |= {"norm_eps": "fp32"} | ({"norm_ptr": "*bf16:16"} if norm else {})
+        constants |= {"BESIDE_M": config.beside_m, "TOKENS": config.tokens, "PIECES": 1, "NORM": norm, "PDL": config.pdl}
+        return linear_gemv_kernel, types, constants, {"num_warps": config.num_warps}
+    constants |= {"SLICES": config.slices, "WARPS": config.num_warps, "BLOCK_T": config.block_t}
+    return linear_kernel, types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -24,6 +24,7 @@ class Case:
     dtype: str = "bfloat16"
     scale: str = "float8_e8m0fnu"
     out_dtype: str = "bfloat16"
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class Config:
     slices: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """The launch without tensor cores: programs take block_m rows, or beside_m of the weight beside, for `tokens` tokens.
+
+    block_k: columns at a time, 256 of them a warp's or more. pdl: weights are loaded while the launch in front still runs.
+    """
+
+    block_m: int
+    beside_m: int
+    block_k: int
+    tokens: int
+    num_warps: int
+    pdl: bool = False
 
 
 def supports(case: Case, card: Card) -> str | None:
@@ -58,16 +74,41 @@ def supports(case: Case, card: Card) -> str | None:
 
 
 @cache
-def plan(case: Case, card: Card) -> Config:
+def plan(case: Case, card: Card) -> Config | Gemv:
     """Choose the launch. The same case and card give the same launch, so a captured graph and its replay agree.
 
-    The forms that won on an H200, Triton 3.6, weights rotated past L2 (us at T = 1 / 16 / 64; a copy of the bytes takes): q_kv
-    6.2 / 8.3 / 14.2 (1.5); q_b whole 14.6 / 16.8 (9.9), of 8 ranks 6.6 / 8.3 / 16.7 (3.0); wo_a whole 13.4 / 16.7 (7.9);
-    head whole 242 / 249 (249). Rows for each warp instead of slices of K cost q_kv 14.4 at T = 1, and save q_b 7 at T = 16.
+    Measured on an H200, Triton 3.6, weights rotated past L2. Without tensor cores at T = 1 / 2 (us; a copy of the bytes takes):
+    q_kv 3.5 / 3.6 (1.5), q_kv and rest of ratio 4 8.7 / 10.4 (6.5), q_b whole 13.7 / 19.5 (9.9), wo_a whole 10.8 / 15.6 (7.9);
+    that took a step of the tp8 slice from 3.66 to 3.05 ms. At T = 4 tensor cores are as fast, and faster for q_b.
+    With them at T = 1 / 16 / 64: q_kv 6.2 / 8.3 / 14.2; q_b whole 14.6 / 16.8, of 8 ranks 6.6 / 8.3 / 16.7 (3.0); wo_a whole
+    13.4 / 16.7; head whole 242 / 249 (249). Rows for each warp instead of slices of K save q_b 7 at T = 16. Started before the
+    launch in front has ended, these take longer (a step of 16 tokens 9.57 instead of 9.44 ms), so they are not.
     """
+    return _few(case, card) or _tile(case)
+
+
+def _few(case: Case, card: Card) -> Gemv | None:
+    """The launch for so few tokens that tensor cores cost more than they save, if there is one."""
+    # E4M3 is widened by an instruction that sm_89 is the first to have; rows of a tile share their scales
+    widened = case.weight == "bfloat16" or (case.weight == "fp8" and card.arch >= 89)
+    if case.T > 2 or not widened or case.K % 128 or not 256 <= case.K <= 16384 or (case.groups > 1 and case.out % 16):
+        return None
+    block_k = min(4096, 1 << (case.K - 1).bit_length())
+    rows = 1 if case.weight == "fp8" else 2
+    tokens = 1 if case.T == 1 else 2
+    block_m = max(1, min(16, 32768 // block_k) // rows // tokens)
+    warps = max(1, min(8 // tokens, block_k // 256))
+    return Gemv(block_m, max(1, block_m // 2), block_k, tokens, warps, pdl=card.arch >= 90)
+
+
+def _tile(case: Case) -> Config:
     rows = case.out * case.groups
     stages = 3 if case.weight == "float32" else 4
     block_k = 64 if case.weight == "float32" else 128
+    if case.beside:
+        if case.T > 16:
+            return Config(64, 32, block_k, slices=1, num_warps=4, num_stages=3)
+        return Config(16, 8 if case.T <= 8 else 16, block_k, slices=4, num_warps=4, num_stages=3)
     if case.T > 16:
         if rows <= 2048:
             # tiles of tokens share the few rows in L2

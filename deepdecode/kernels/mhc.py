@@ -180,55 +180,31 @@ def _balance4(a, b, c, d, eps, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+def _pick(sums, i: tl.constexpr):
+    """One of the sums, for every thread."""
+    return tl.sum(tl.where(tl.arange(0, sums.shape[0]) == i, sums, 0.0), 0)
 
 
 @triton.jit
-def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+def _pick4(sums, i: tl.constexpr):
+    return _pick(sums, i), _pick(sums, i + 1), _pick(sums, i + 2), _pick(sums, i + 3)
 
 
 @triton.jit
-def _parts(at, i: tl.constexpr, live):
-    return tl.load(at + i, mask=live, other=0.0)  # [BLOCK_S]
+def _load4(ptr, i: tl.constexpr):
+    return tl.load(ptr + i), tl.load(ptr + i + 1), tl.load(ptr + i + 2), tl.load(ptr + i + 3)
 
 
 @triton.jit
-def _first5(at, live, FIRST: tl.constexpr, SQUARES: tl.constexpr):
-    """Sums of rows FIRST..FIRST + 3 and of the squares, in one pass through shared memory."""
-    a, b, c = _parts(at, FIRST, live), _parts(at, FIRST + 1, live), _parts(at, FIRST + 2, live)
-    return tl.reduce((a, b, c, _parts(at, FIRST + 3, live), _parts(at, SQUARES, live)), 0, _add5)
+def _gate(m, unit, base):
+    return 1.0 / (1.0 + tl.exp(-(m * unit + base)))
 
 
 @triton.jit
-def _next8(at, live, FIRST: tl.constexpr):
-    a, b, c, d = (
-        _parts(at, FIRST, live),
-        _parts(at, FIRST + 1, live),
-        _parts(at, FIRST + 2, live),
-        _parts(at, FIRST + 3, live),
-    )
-    e, f, g, h = (
-        _parts(at, FIRST + 4, live),
-        _parts(at, FIRST + 5, live),
-        _parts(at, FIRST + 6, live),
-        _parts(at, FIRST + 7, live),
-    )
-    return tl.reduce((a, b, c, d, e, f, g, h), 0, _add8)
-
-
-@triton.jit
-def _gate(m, rms, scale, base_ptr, i: tl.constexpr):
-    return 1.0 / (1.0 + tl.exp(-(m * rms * scale + tl.load(base_ptr + i))))
-
-
-@triton.jit
-def _mix4(a, b, c, d, unit, base_ptr, i: tl.constexpr, eps, INTERPRET: tl.constexpr):
+def _mix4(sums, i: tl.constexpr, unit, b0, b1, b2, b3, eps, INTERPRET: tl.constexpr):
     """One row of comb before its first column step: softmax of four logits, plus eps."""
-    a, b = a * unit + tl.load(base_ptr + i), b * unit + tl.load(base_ptr + i + 1)
-    c, d = c * unit + tl.load(base_ptr + i + 2), d * unit + tl.load(base_ptr + i + 3)
-    return _softmax4(a, b, c, d, eps, INTERPRET)
+    a, b, c, d = _pick4(sums, i)
+    return _softmax4(a * unit + b0, b * unit + b1, c * unit + b2, d * unit + b3, eps, INTERPRET)
 
 
 @triton.jit
@@ -264,45 +240,53 @@ def mhc_read_kernel(
 ):
     """Program (t, 0) reads and norms token t's input; (t, 1) makes the gates that the next boundary writes with."""
     t = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BLOCK_S)
+    s = tl.arange(0, BLOCK_S)[:, None]
+    # whole rows, 16 bytes at a time: a column alone takes a sector for each number
+    at = part_ptr + (s * T + t) * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    at = part_ptr + (s * T + t) * BLOCK_R
-    live = s < splits
+    # weights do not wait for the kernel before, which must not write them
     if tl.program_id(1) == 0:
         c = tl.arange(0, BLOCK_C)
+        b0, b1, b2, b3 = _load4(base_ptr, 0)
+        norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         stream = streams_ptr + t * 4 * C + c
         h0 = tl.load(stream, mask=c < C, other=0.0)
         h1 = tl.load(stream + C, mask=c < C, other=0.0)
         h2 = tl.load(stream + 2 * C, mask=c < C, other=0.0)
         h3 = tl.load(stream + 3 * C, mask=c < C, other=0.0)
-        norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr)
-        g0, g1, g2, g3, squares = _first5(at, live, 0, ROWS)
-        rms = tl.rsqrt(squares / (4 * C) + norm_eps)
-        g0 = _gate(g0, rms, scale, base_ptr, 0) + hc_eps
-        g1 = _gate(g1, rms, scale, base_ptr, 1) + hc_eps
-        g2 = _gate(g2, rms, scale, base_ptr, 2) + hc_eps
-        g3 = _gate(g3, rms, scale, base_ptr, 3) + hc_eps
+        sums = tl.sum(tl.load(at, mask=s < splits, other=0.0), 0)  # [BLOCK_R]
+        unit = tl.rsqrt(_pick(sums, ROWS) / (4 * C) + norm_eps) * scale
+        g0, g1, g2, g3 = _pick4(sums, 0)
+        g0, g1 = _gate(g0, unit, b0) + hc_eps, _gate(g1, unit, b1) + hc_eps
+        g2, g3 = _gate(g2, unit, b2) + hc_eps, _gate(g3, unit, b3) + hc_eps
         x = g0 * h0.to(tl.float32) + g1 * h1.to(tl.float32) + (g2 * h2.to(tl.float32) + g3 * h3.to(tl.float32))
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x) / C + norm_eps) * norm
         tl.store(x_ptr + t * C + c, x.to(x_ptr.dtype.element_ty), mask=c < C)
     elif ROWS == 24:
-        p0, p1, p2, p3, squares = _first5(at, live, 4, ROWS)
-        c00, c01, c02, c03, c10, c11, c12, c13 = _next8(at, live, 8)
-        c20, c21, c22, c23, c30, c31, c32, c33 = _next8(at, live, 16)
-        rms = tl.rsqrt(squares / (4 * C) + norm_eps)
-        scale = tl.load(scale_ptr + 1)
-        p0, p1 = _gate(p0, rms, scale, base_ptr, 4), _gate(p1, rms, scale, base_ptr, 5)
-        p2, p3 = _gate(p2, rms, scale, base_ptr, 6), _gate(p3, rms, scale, base_ptr, 7)
+        b4, b5, b6, b7 = _load4(base_ptr, 4)
+        b8, b9, b10, b11 = _load4(base_ptr, 8)
+        b12, b13, b14, b15 = _load4(base_ptr, 12)
+        b16, b17, b18, b19 = _load4(base_ptr, 16)
+        b20, b21, b22, b23 = _load4(base_ptr, 20)
+        post_scale, comb_scale = tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        sums = tl.sum(tl.load(at, mask=s < splits, other=0.0), 0)
+        rms = tl.rsqrt(_pick(sums, ROWS) / (4 * C) + norm_eps)
+        unit = rms * post_scale
+        p0, p1, p2, p3 = _pick4(sums, 4)
+        p0, p1, p2, p3 = _gate(p0, unit, b4), _gate(p1, unit, b5), _gate(p2, unit, b6), _gate(p3, unit, b7)
         _store4(post_ptr + t * 4, 2.0 * p0, 2.0 * p1, 2.0 * p2, 2.0 * p3)
-        unit = rms * tl.load(scale_ptr + 2)
-        c00, c01, c02, c03 = _mix4(c00, c01, c02, c03, unit, base_ptr, 8, hc_eps, INTERPRET)
-        c10, c11, c12, c13 = _mix4(c10, c11, c12, c13, unit, base_ptr, 12, hc_eps, INTERPRET)
-        c20, c21, c22, c23 = _mix4(c20, c21, c22, c23, unit, base_ptr, 16, hc_eps, INTERPRET)
-        c30, c31, c32, c33 = _mix4(c30, c31, c32, c33, unit, base_ptr, 20, hc_eps, INTERPRET)
+        unit = rms * comb_scale
+        c00, c01, c02, c03 = _mix4(sums, 8, unit, b8, b9, b10, b11, hc_eps, INTERPRET)
+        c10, c11, c12, c13 = _mix4(sums, 12, unit, b12, b13, b14, b15, hc_eps, INTERPRET)
+        c20, c21, c22, c23 = _mix4(sums, 16, unit, b16, b17, b18, b19, hc_eps, INTERPRET)
+        c30, c31, c32, c33 = _mix4(sums, 20, unit, b20, b21, b22, b23, hc_eps, INTERPRET)
         c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
         c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
         c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)

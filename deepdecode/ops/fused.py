@@ -4,15 +4,16 @@ Off the GPU every entry is the reference. On one, a shape that no kernel covers 
 prefill step's `attn_prepare`, silently, since its kernel is made for decode steps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepdecode.config import ModelConfig
 from deepdecode.ops import launches, reference
-from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel, wide_type
+from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel
 from deepdecode.ops.attention import sparse_attn_decode
-from deepdecode.ops.linear import grouped_linear, linear
+from deepdecode.ops.linear import grouped_linear, linear, linear_beside, norm_linear
 from deepdecode.ops.table import (
     AttnInputs,
     AttnReady,
@@ -43,10 +44,10 @@ def _runs(op: str, tensor: Tensor, shape: str, reason: str | None) -> bool:
     return True
 
 
-def _product(op: str, x: Tensor, weight: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`linear`, whose kernel's launch counts for the entry that it is most of."""
+def _product(op: str, product: Callable[..., Any], *args: Any) -> Any:
+    """One of `ops.linear`, whose kernel's launch counts for the entry that it is most of."""
     before = kernel_runs["linear"]
-    out = linear(x, weight, out_dtype=out_dtype)
+    out = product(*args)
     kernel_runs[op] += kernel_runs["linear"] - before
     return out
 
@@ -111,23 +112,25 @@ def _boundary(
 
 
 def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
-    """See `ops.reference.attn_in`. The parts are views of two products, with the products' strides."""
+    """See `ops.reference.attn_in`. One launch; the parts are views of two products, with the products' strides."""
     if not use_kernel(x):
         return reference.attn_in(x, weights, config, ratio)
-    q_latent, kv = _product("attn_in", x, weights.q_kv).split([config.q_lora_rank, config.head_dim], dim=-1)
     parts: list[Any] = []
-    if weights.rest is not None:
+    if weights.rest is None:
+        out = _product("attn_in", linear, x, weights.q_kv)
+    else:
+        out, rest = _product("attn_in", linear_beside, x, weights.q_kv, weights.rest)
         d, index = config.head_dim * (2 if ratio == 4 else 1), 2 * config.index_head_dim
-        sizes = [d, d, index, index, config.index_heads] if ratio == 4 else [d, d]
-        parts = list(_product("attn_in", x, weights.rest, wide_type(x.dtype)).split(sizes, dim=-1))
+        parts = list(rest.split([d, d, index, index, config.index_heads] if ratio == 4 else [d, d], dim=-1))
+    q_latent, kv = out.split([config.q_lora_rank, config.head_dim], dim=-1)
     return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)))
 
 
 def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-    """See `ops.reference.q_proj`. Both results are views of one product."""
+    """See `ops.reference.q_proj`. One launch; both results are views of its product."""
     if not use_kernel(q_latent):
         return reference.q_proj(q_latent, weights, config)
-    out = _product("q_proj", rms_norm(q_latent, weights.q_norm, config.norm_eps), weights.q_b)
+    out = _product("q_proj", norm_linear, q_latent, weights.q_norm, config.norm_eps, weights.q_b)
     width = weights.sink.shape[0] * config.head_dim
     index_q = out[:, width:].unflatten(1, (config.index_heads, -1)) if out.shape[1] > width else None
     return out[:, :width].unflatten(1, (-1, config.head_dim)), index_q

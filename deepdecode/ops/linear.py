@@ -2,7 +2,8 @@
 
 import torch
 
-from deepdecode.ops._check import FLOATS, describe, fall_back, kernel_runs, readable, use_kernel, wide_type
+from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, use_kernel, wide_type
+from deepdecode.ops.norm import rms_norm
 from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
 
 # weights widened at a time: 4 MB of float32, so that neither the cache nor the memory has to hold a whole layer's
@@ -82,6 +83,58 @@ def grouped_linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | Non
     return _product_op("grouped_linear", x, weight.data, weight.scale, out_dtype)
 
 
+def norm_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor:
+    """linear(rms_norm(x, norm, eps), weight), on a GPU in one launch: the normed x is rounded to its type all the same.
+
+    Args:
+        x: [T, in] bfloat16, float32 or float64; its rows may be apart.
+        norm: [in], contiguous, of any of these types.
+        eps: added to the mean of squares.
+        weight: [out, in], any kind, on the device of x.
+
+    Returns:
+        [T, out] of the type of x. No token gives an empty tensor.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device.
+    """
+    inner, out_dtype = _prepare("norm_linear", x, weight, None)
+    width = weight.shape[1]
+    if x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(f"norm_linear: x must be [T, {width}], got {describe(x)}")
+    expect("norm_linear: norm", norm, (width,), FLOATS, x.device)
+    if x.numel() == 0 or weight.shape[0] == 0:
+        return x.new_zeros(len(x), weight.shape[0])
+    if readable(x) and not torch.compiler.is_compiling():
+        return linear_ref(rms_norm(x, norm, eps).to(inner), weight).to(out_dtype)
+    return _norm_product_op(x, norm, eps, weight.data, weight.scale)
+
+
+def linear_beside(x: torch.Tensor, weight: Weight, beside: Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two products of one x: linear(x, weight), and linear(x, beside) in float32; on a GPU in one launch.
+
+    Args:
+        x: [T, in] bfloat16, float32 or float64.
+        weight: [out, in], any kind.
+        beside: [beside out, in], any kind; with bfloat16 rows it shares the launch.
+
+    Returns:
+        [T, out] of the type of x, [T, beside out] float32 (float64 if x is). No token gives empty tensors.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device.
+    """
+    wide = wide_type(x.dtype)
+    together = weight.shape[1:] == beside.shape[1:] and beside.data.dtype == torch.bfloat16 and x.dim() == 2
+    if not together or x.numel() == 0 or (readable(x) and not torch.compiler.is_compiling()):
+        return linear(x, weight), linear(x, beside, out_dtype=wide)
+    for each in (weight, beside):
+        _prepare("linear_beside", x, each, None)
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear_beside: x must be [T, {weight.shape[1]}], got {describe(x)}")
+    return _beside_product_op(x, weight.data, weight.scale, beside.data)
+
+
 def _product(op: str, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """[T, G, out] from checked arguments, x [T, G, in]: the kernel where there is one, else the reference."""
     weight = Weight(data, scale)
@@ -105,6 +158,59 @@ _product_op = torch.library.custom_op("deepdecode::linear", _product, mutates_ar
 @_product_op.register_fake
 def _(op, x, data, scale, out_dtype) -> torch.Tensor:
     return x.new_empty(*x.shape[:2], data.shape[0] // x.shape[1], dtype=out_dtype)
+
+
+def _norm_product(
+    x: torch.Tensor, norm: torch.Tensor, eps: float, data: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """[T, out] from checked arguments: the kernel where there is one, else a norm and a product."""
+    weight = Weight(data, scale)
+    if use_kernel(x):
+        from deepdecode.kernels import linear as kernel  # the only import of Triton on this path
+
+        out = x.new_empty(len(x), 1, weight.shape[0])
+        reason = kernel.multiply(x[:, None], data, scale, weight.kind, out, norm=kernel.Norm(norm, eps))
+        if reason is None:
+            kernel_runs["linear"] += 1
+            return out[:, 0]
+        fall_back("norm_linear", f"x {list(x.shape)}, weight {list(weight.shape)} {weight.kind}", reason)
+    return linear(rms_norm(x, norm, eps), weight)
+
+
+_norm_product_op = torch.library.custom_op("deepdecode::norm_linear", _norm_product, mutates_args=())
+
+
+@_norm_product_op.register_fake
+def _(x, norm, eps, data, scale) -> torch.Tensor:
+    return x.new_empty(len(x), data.shape[0])
+
+
+def _beside_product(
+    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, beside: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, out] and [T, beside out] float32 from checked arguments: one launch where a kernel covers both, else two products."""
+    weight = Weight(data, scale)
+    if use_kernel(x):
+        from deepdecode.kernels import linear as kernel  # the only import of Triton on this path
+
+        out = x.new_empty(len(x), 1, weight.shape[0])
+        wide = x.new_empty(len(x), 1, len(beside), dtype=wide_type(x.dtype))
+        reason = kernel.multiply(x[:, None], data, scale, weight.kind, out, beside=kernel.Beside(beside, wide))
+        if reason is None:
+            kernel_runs["linear"] += 1
+            return out[:, 0], wide[:, 0]
+        fall_back(
+            "linear_beside", f"x {list(x.shape)}, weights {list(weight.shape)} {weight.kind} and {len(beside)} rows", reason
+        )
+    return linear(x, weight), linear(x, Weight(beside), out_dtype=wide_type(x.dtype))
+
+
+_beside_product_op = torch.library.custom_op("deepdecode::linear_beside", _beside_product, mutates_args=())
+
+
+@_beside_product_op.register_fake
+def _(x, data, scale, beside) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(len(x), data.shape[0]), x.new_empty(len(x), len(beside), dtype=wide_type(x.dtype))
 
 
 def _prepare(op: str, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
