@@ -57,7 +57,7 @@ $(VLLM)/.vllm: tests/engines/vllm.txt pyproject.toml
 
 test-engines: $(ENGINES)/.sglang $(VLLM)/.vllm
 	$(ENGINES)/bin/python -m pytest tests/engines
-	$(VLLM)/bin/python -m pytest tests/engines/test_vllm.py tests/test_plugin_vllm.py
+	$(VLLM)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_install.py tests/test_plugin_vllm.py
 
 # The plug-ins' tables against the newest engines on PyPI, downloaded and not installed; exit 1 names what moved.
 engines-drift: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""Install, upgrade, roll back and uninstall beside SGLang, as docs/engines.md says; what SGLang loads after each of them."""
+"""Install, upgrade, roll back and uninstall beside an engine, as docs/engines.md says; what it loads after each of them."""
 
 import importlib.util
 import json
@@ -11,27 +11,48 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make test-engines")
-
 ROOT = Path(__file__).parents[2]
-# what one of SGLang's processes does first, then what it has of us
+# of each engine: what one of its processes does first, what switches us on, and the start of our line
+ENGINES = {
+    "sglang": (
+        """
+import stand_ins
+stand_ins.install()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.kernels.ops.attention.flash_mla_sm120 as source
+replaced = hasattr(source.flash_mla_with_kvcache_sm120, "__wrapped__")
+""",
+        {"SGLANG_SM120_MMA_FLASHMLA": "1"},
+        "deepdecode in SGLang 0.5.23: on: attention ",
+    ),
+    "vllm": (
+        """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm import ModelRegistry
+replaced = ModelRegistry.models["DeepseekV4ForCausalLM"].module_name == "deepdecode.plugins.vllm_model"
+""",
+        {"DEEPDECODE_VLLM": "indexer"},
+        "deepdecode in vLLM 0.32.0: on: indexer; ",
+    ),
+}
+# one environment holds one engine
+ENGINE = next((name for name in ENGINES if importlib.util.find_spec(name)), "")
+pytestmark = pytest.mark.skipif(not ENGINE, reason="no engine is installed: make test-engines")
+# what a process of the engine then has of us
 LOADED = """
 import json, logging, sys
 lines = []
 handler = logging.Handler()
 handler.emit = lambda record: lines.append(record.getMessage())
 logging.getLogger("deepdecode").addHandler(handler)
-import stand_ins
-stand_ins.install()
-from sglang.srt.plugins import load_plugins
-load_plugins()
-import sglang.kernels.ops.attention.flash_mla_sm120 as source
+STARTED
 from importlib import metadata
 try:
     version = metadata.version("deepdecode")
 except metadata.PackageNotFoundError:
     version = None
-replaced = hasattr(source.flash_mla_with_kvcache_sm120, "__wrapped__")
 ours = sorted(name for name in sys.modules if name.split(".")[0] == "deepdecode")
 print(json.dumps({"version": version, "said": lines, "replaced": replaced, "ours": ours}))
 """
@@ -81,18 +102,14 @@ def environment(tmp_path_factory):
 def test_install_upgrade_roll_back_uninstall(wheels, environment):
     python, site = environment
     older, newer = wheels
-    clean = {
-        "PATH": str(python.parent),
-        "HOME": str(site),
-        "SGLANG_SM120_MMA_FLASHMLA": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
+    started, switch, line = ENGINES[ENGINE]
+    clean = {"PATH": str(python.parent), "HOME": str(site), "PYTHONPATH": str(Path(__file__).parent), **switch}
 
     def pip(*words):
         run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words)
 
     def loaded():
-        return json.loads(run(python, "-c", LOADED, env=clean).splitlines()[-1])
+        return json.loads(run(python, "-c", LOADED.replace("STARTED", started), env=clean).splitlines()[-1])
 
     absent = loaded()
     assert absent == {"version": None, "said": [], "replaced": False, "ours": []}
@@ -103,7 +120,7 @@ def test_install_upgrade_roll_back_uninstall(wheels, environment):
         pip(*words.split(), "--no-deps", "--no-index", wheel)
         found = loaded()
         assert found["version"] == version and found["replaced"]
-        assert len(found["said"]) == 1 and found["said"][0].startswith("deepdecode in SGLang 0.5.23: on: attention ")
+        assert len(found["said"]) == 1 and found["said"][0].startswith(line)
     pip("uninstall", "--yes", "deepdecode")
     assert loaded() == absent
     assert sorted(path.name for path in site.iterdir()) == before
