@@ -74,7 +74,7 @@ def test_kinds(kind, shared, T, E, k, C, I, shared_I):
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="the streaming kernels are for sm_90")
 @pytest.mark.parametrize(
-    "stage", [Stage(4, 2), Stage(2, 2, fetch=True), Stage(1, 4, 4), Stage(2, 4, 1), Stage(1, 1, shared_depth=2)]
+    "stage", [Stage(4, 2), Stage(2, 2, ahead=4), Stage(1, 4, 4), Stage(2, 4, 1), Stage(1, 1, shared_depth=2)]
 )
 def test_streams_in_every_form(stage):
     """The same sums, whatever part of the rows and columns a warp has; more tokens of an expert than a tile takes."""

@@ -100,7 +100,7 @@ class Stage:
     shared_depth: int = 1
     per_sm: int = 2
     registers: int = 128
-    fetch: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def plan_stream(case: Case, card: Card) -> Stream | None:
     """The launches of the streaming kernels; None where they do not cover the case or are not known to be faster."""
     if case.weight != "fp4" or case.shared != "fp8" or card.arch != 90 or case.T * case.top_k > 16 * case.E:
         return None
-    w13 = (Stage(4, 2), Stage(2, 2, per_sm=3), Stage(1, 4, per_sm=3), Stage(1, 2, 1, per_sm=4))
-    w2 = (Stage(4, 2), Stage(1, 8), Stage(1, 4, per_sm=4), Stage(1, 2, 1, per_sm=4))
+    w13 = (Stage(4, 1, per_sm=3), Stage(2, 2, per_sm=3), Stage(1, 4, per_sm=3), Stage(1, 2, 1, per_sm=4))
+    w2 = (Stage(2, 2, per_sm=4), Stage(1, 8), Stage(1, 4, per_sm=4), Stage(1, 2, 1, per_sm=4))
     first = [s for s in w13 if all(_fits(s, case.C, I, 1) for I in (case.I, case.shared_I))]
     second = [s for s in w2 if all(_fits(s, I, case.C, 2) for I in (case.I, case.shared_I))]
     if not first or not second:

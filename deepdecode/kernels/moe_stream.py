@@ -1,13 +1,14 @@
-"""FP4 experts and their FP8 shared one, streamed from memory into the registers that mma.sync takes: Gluon, in two launches.
+"""FP4 experts and their FP8 shared one, streamed from memory into the registers that mma.sync takes: Gluon, two launches.
 
-A lane loads 16 bytes of a row, one block of 32 codes under one scale, DEPTH steps ahead. A word of 8 codes is what mma.sync takes
-of a lane in two instructions: a product does not ask for the order of its columns, only for the same on both sides, and the
-tokens are stored to shared memory in that order, once. So weights pass through no shared memory and no barrier stands in the
-loop. A code costs an eighth of 17 instructions: two copies of its bits come to their places by one multiplication, and one
-multiplication with the block's scale makes pairs of bfloat16 exact.
+A lane loads 16 bytes of a row, one block of 32 codes under one scale, DEPTH steps ahead. A word of 8 codes is what mma.sync
+takes of a lane in two instructions: a product does not ask for the order of its columns, only for the same on both sides, and
+the tokens are stored to shared memory in that order, once. So weights pass through no shared memory, and no barrier stands in
+the loop. 8 codes cost 17 instructions: two copies of a pair's bits come to their places by one multiplication, and one with
+the block's scale makes bfloat16 of it, exactly.
 
-`experts_kernel` with GATED gives h = silu(gate) * up * routing weight of every (token, expert) pair, without it the pair's output
-in float32; `kernels.moe.combine_kernel` sums those. What a slot is, `kernels.moe` tells.
+`experts_kernel` with GATED gives h = silu(gate) * up * routing weight of every (token, expert) pair, without it the pair's
+output in float32; `kernels.moe.combine` sums those. Its programs stay on the card: each finds the experts that any token
+takes, and has an equal share of the tiles of their rows, so that grids do not depend on data and no program is without work.
 """
 
 import torch
@@ -46,16 +47,14 @@ def _tokens_of_a_warp(slices, warps, tokens):
     )
 
 
-def _columns(K, tokens):
-    """Columns of the tokens that shared memory holds at a time: a power of two that divides K."""
-    return min(K & -K, 32768 // tokens)
+def _columns(K, tokens, values):
+    """Columns of the tokens that shared memory holds at a time, of so many values: a power of two that divides K."""
+    return min(K & -K, values // tokens)
 
 
 _piece = gluon.constexpr_function(_columns)
 _tokens_layout = gluon.constexpr_function(_tokens_of_a_warp)
 _words_layout = gluon.constexpr_function(_words)
-
-
 # no pair has this number
 NONE = gl.constexpr(2**31 - 1)
 
@@ -234,7 +233,7 @@ def _search(
 @gluon.jit
 def _load(w_ptr, scale_ptr, row, step, steps, K: gl.constexpr, FP4: gl.constexpr, S: gl.constexpr, M: gl.constexpr,
           RAW: gl.constexpr, SCALES: gl.constexpr):  # fmt: skip
-    """A step's words of rows row .. row + M - 1, S pieces of 128 columns, and their scales. What lies past the end is not read."""
+    """A step's words of rows row .. row + M - 1, S pieces of 128 columns, and their scales; nothing past the end is read."""
     WORDS: gl.constexpr = 16 if FP4 else 32
     J: gl.constexpr = K // (128 * S)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW)))[:, None, None]
@@ -310,30 +309,12 @@ def _swiglu(gate, up, limit):
 
 
 @gluon.jit
-def _sum(acc, S: gl.constexpr, M: gl.constexpr, NT: gl.constexpr):
-    """The slices' sum in their order [M, NT]."""
-    return gl.sum(acc, 0)
-
-
-@gluon.jit
-def _fetch_pieces(start, size, count):
-    """Bring some pieces of `size` bytes, one after the other, to L2: a piece a warp."""
+def _bring(at, live):
+    """Have L2 fetch what lies at these addresses, long before it is loaded."""
     gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t, l;
-        .reg .b64 a;
-        mov.u32 t, %tid.x;
-        and.b32 l, t, 31;
-        shr.u32 t, t, 5;
-        setp.lt.u32 p, t, $3;
-        setp.eq.and.u32 p, l, 0, p;
-        mad.wide.u32 a, t, $2, $1;
-        @p cp.async.bulk.prefetch.L2.global [a], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r",
-        [start, size, count],
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [at, live],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -341,14 +322,32 @@ def _fetch_pieces(start, size, count):
 
 
 @gluon.jit
-def _fetch(
-    w_ptr, scale_ptr, row, live, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, M: gl.constexpr, W: gl.constexpr
-):
-    """Bring a tile of FP4 rows to L2, long before its steps load it."""
-    for half in gl.static_range(2):
-        at = (row + half * (OUT if GATED else M)).to(gl.int64)
-        _fetch_pieces((w_ptr + at * (K // 8)).to(gl.int64), M * (K // 2) // W, gl.where(live, W, 0))
-        _fetch_pieces((scale_ptr + at * (K // 32)).to(gl.int64), M * (K // 32), gl.where(live, 1, 0))
+def _bring_step(w_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
+                S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
+    """The lines of a step: all of what it reads of a row lies in one place."""
+    M: gl.constexpr = 16 * WM
+    ROW: gl.constexpr = K // 2 if FP4 else K
+    BYTES: gl.constexpr = (64 if FP4 else 128) * S
+    LINES: gl.constexpr = max(1, BYTES // 128)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [S * WM, 1], [1, 0])
+    J: gl.constexpr = K // (128 * S)
+    m = gl.arange(0, 2 * M, layout=gl.SliceLayout(1, LAYOUT))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT))
+    row = base + step // J * (M if GATED else 2 * M) + gl.where(m < M, m, m + ((OUT - M) if GATED else 0))
+    at = w_ptr.to(gl.int64) + step % J * BYTES + row.to(gl.int64)[:, None] * ROW + (line * 128)[None, :]
+    _bring(at, ((at * 0).to(gl.int32) + step < steps).to(gl.int32))
+
+
+@gluon.jit
+def _bring_scales(scale_ptr, base, turn, tiles, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr,
+                  S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
+    """The lines of a tile's scales, which all its steps share."""
+    M: gl.constexpr = 16 * WM
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [S * WM], [0])
+    m = gl.arange(0, 2 * M, layout=LAYOUT)
+    row = base + turn * (M if GATED else 2 * M) + gl.where(m < M, m, m + ((OUT - M) if GATED else 0))
+    at = scale_ptr.to(gl.int64) + row.to(gl.int64) * (K // 32)
+    _bring(at, ((at * 0).to(gl.int32) + turn < tiles).to(gl.int32))
 
 
 @gluon.jit
@@ -370,7 +369,8 @@ def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GA
     """The first DEPTH steps."""
     buffers = ()
     for d in gl.static_range(DEPTH):
-        buffers = buffers + (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, FP4, S, WM),)
+        more = (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, FP4, S, WM),)
+        buffers = buffers + more  # noqa: RUF005 (Gluon unpacks no tuple)
     return buffers
 
 
@@ -378,12 +378,12 @@ def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GA
 def _tiles(
     buffers, in_ptr, in_row, live, weight, w_ptr, scale_ptr, out_ptr, out_row, limit, base, tiles,
     K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr, S: gl.constexpr,
-    WM: gl.constexpr, DEPTH: gl.constexpr, FETCH: gl.constexpr,
+    WM: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Some tiles of an expert's rows for NT tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
     M: gl.constexpr = 16 * WM
     J: gl.constexpr = K // (128 * S)
-    PIECE: gl.constexpr = _piece(K, NT)
+    PIECE: gl.constexpr = _piece(K, NT, VALUES)
     PIECE_STEPS: gl.constexpr = PIECE // (128 * S)
     gl.static_assert(K % PIECE == 0 and J % DEPTH == 0)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, WM, 1], instr_shape=[1, 16, 8])
@@ -399,21 +399,24 @@ def _tiles(
     m = gl.arange(0, M, layout=gl.SliceLayout(1, SUM))
     at = out_ptr + (n.to(gl.int64) * OUT)[None, :] + m[:, None]
     for turn in range(tiles):
-        if FETCH:
-            next_row = base + (turn + 1) * (M if GATED else 2 * M)
-            _fetch(w_ptr, scale_ptr, next_row, turn + 1 < tiles, K, OUT, GATED, M, S * WM)
+        if AHEAD > 0 and FP4:
+            _bring_scales(scale_ptr, base, turn + 1, tiles, K, OUT, GATED, S, WM)
         acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         for step in range(0, J, DEPTH):
             for d in gl.static_range(DEPTH):
-                if PIECE < K:
+                if PIECE < K:  # noqa: SIM102 (a constant, and a condition of the card's)
                     if (step + d) % PIECE_STEPS == 0:
                         _store_tokens(memory, in_ptr + (step + d) * (128 * S), in_row, live, K, PIECE, FP4, NT, S * WM)
                 x = _tokens(memory.index((step + d) % PIECE_STEPS), S, NT, WM, MMA)
                 acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
                 acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
                 ahead = turn * J + step + d + DEPTH
-                buffers = buffers[1:] + (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
+                # a line is what two steps read where K is not split
+                if AHEAD > 0 and (d % 2 == 0 or S > 1 or not FP4):
+                    _bring_step(w_ptr, base, ahead + AHEAD, tiles * J, K, OUT, GATED, FP4, S, WM)
+                more = (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
+                buffers = buffers[1:] + more  # noqa: RUF005
         sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
         if FP4:
             sum_a, sum_b = sum_a * UNIT, sum_b * UNIT
@@ -459,7 +462,7 @@ def experts_kernel(
     WM: gl.constexpr,
     DEPTH: gl.constexpr,
     SHARED_DEPTH: gl.constexpr,
-    FETCH: gl.constexpr,
+    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out [pairs, OUT] and shared_out [T, SHARED_OUT], of in [T or pairs, K] and shared_in [T, SHARED_K].
@@ -473,6 +476,8 @@ def experts_kernel(
     SHARED_J: gl.constexpr = SHARED_K // (128 * S)
     TILES: gl.constexpr = OUT // ROWS
     SHARED_TILES: gl.constexpr = SHARED_OUT // ROWS
+    # all of an expert's tokens, and of the shared one's as many columns as fit the same place
+    VALUES: gl.constexpr = max(8192, min(32768, (K & -K) * NT))
     # every warp has all ids, all experts and all tokens
     IDS: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [W], [0])
     EXPERTS: gl.constexpr = gl.BlockedLayout([max(1, BINS // 32)], [32], [W], [0])
@@ -493,12 +498,15 @@ def experts_kernel(
         buffers = _ahead(
             shared_ptr, shared_scale_ptr, base, SHARED_J, SHARED_K, SHARED_OUT, GATED, False, S, WM, SHARED_DEPTH
         )  # fmt: skip
+        if AHEAD > 0:
+            for step in range(SHARED_DEPTH, SHARED_DEPTH + AHEAD):
+                _bring_step(shared_ptr, base, step, SHARED_J, SHARED_K, SHARED_OUT, GATED, False, S, WM)
         if PDL and not GATED:
             grid_wait()
         t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
         _tiles(
             buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
-            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, False,
+            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, AHEAD, VALUES,
         )  # fmt: skip
     unit = gl.maximum(begin - shared_cost, 0)
     end -= shared_cost
@@ -514,9 +522,11 @@ def experts_kernel(
         after = -1
         count = 1
         while count > 0:
-            if FETCH:
-                _fetch(w, scale, base, True, K, OUT, GATED, 16 * WM, W)
             buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
+            if AHEAD > 0:
+                _bring_scales(scale, base, 0, tiles, K, OUT, GATED, S, WM)
+                for step in range(DEPTH, DEPTH + AHEAD, 2 if S == 1 else 1):
+                    _bring_step(w, base, step, tiles * J, K, OUT, GATED, True, S, WM)
             pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, NT, IDS, TOKENS)
             live = number < count
             after = gl.max(pair, 0)
@@ -525,7 +535,7 @@ def experts_kernel(
             weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
             _tiles(
                 buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
-                K, OUT, GATED, True, NT, S, WM, DEPTH, FETCH,
+                K, OUT, GATED, True, NT, S, WM, DEPTH, AHEAD, VALUES,
             )  # fmt: skip
             count -= NT
         unit += tiles
@@ -538,7 +548,7 @@ def _constants(gated: bool, pairs: int, E: int, C: int, I: int, shared_I: int, c
     return dict(zip(("K", "OUT", "SHARED_K", "SHARED_OUT"), sizes, strict=True)) | {
         "GATED": gated, "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
         "NT": config.block_t, "SHARED_NT": config.shared_t, "S": stage.slices, "WM": stage.warps, "DEPTH": stage.depth,
-        "SHARED_DEPTH": stage.shared_depth, "FETCH": stage.fetch, "PDL": config.pdl,
+        "SHARED_DEPTH": stage.shared_depth, "AHEAD": stage.ahead, "PDL": config.pdl,
     }  # fmt: skip
 
 
