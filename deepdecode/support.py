@@ -13,7 +13,7 @@ from typing import Any
 SCHEMA = 1
 MEASURED, AS_PTX, COMPILED, UNKNOWN = "measured", "run as PTX", "compiled only", "no evidence"
 # the files that an op's compiled forms come from
-_HOPPER = ("attention_sm90.py", "attention_sm90_rows.py", "attention_sm90_wide.py")
+_HOPPER = ("attention_sm90.py", "attention_sm90_piped.py", "attention_sm90_rows.py", "attention_sm90_wide.py")
 SOURCES = {"attention": ("attention.py", *_HOPPER, "attention_codes.py", "attention_merge.py")}
 
 

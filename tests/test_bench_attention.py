@@ -154,4 +154,4 @@ def test_what_is_swept_is_distinct_and_what_is_held_out_lies_between():
         (case.T, case.H, case.extra_keys) for case, out in cells if not out
     }
     for case in held_out:
-        assert tune.launches(case, H200, ("narrow", "wide", "mma"))
+        assert tune.launches(case, H200, ("narrow", "piped", "wide", "mma"))

@@ -91,7 +91,7 @@ def compiled(form: dict[str, Any]) -> dict[str, Any]:
     if form["kernel"] != "mma":
         from deepdecode.kernels import attention_sm90
 
-        kernel = {"narrow": attention_sm90.narrow_kernel, "wide": attention_sm90.wide_kernel}[form["kernel"]]
+        kernel = attention_sm90.KERNELS[form["kernel"]]
         types |= {"window_shift": "i32", "extra_shift": "i32"}
         options = attention_sm90.options(config)
     names = set(kernel.arg_names)

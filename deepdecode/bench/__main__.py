@@ -93,7 +93,7 @@ def sweep(options: argparse.Namespace, card: Card, commit: str) -> int:
     start = time.monotonic()
     rows: list[dict[str, Any]] = []
     cases = (case for case in tune.swept_cases() if time.monotonic() - start < options.seconds)
-    for row in tune.sweep(("narrow", "wide", "mma") if card.arch == 90 else ("mma",), cases):
+    for row in tune.sweep(("narrow", "piped", "wide", "mma") if card.arch == 90 else ("mma",), cases):
         rows.append(row | {"us": round(row["us"], 2), "commit": commit})
     command = "python -m deepdecode.bench attention --sweep"
     write_results(path, rows, command=command, commit=commit)

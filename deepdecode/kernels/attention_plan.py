@@ -332,7 +332,7 @@ def split_counts(keys: int, block_n: int) -> list[int]:
 def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
     """The shape and the cut must not depend on T; so the splits are what a small batch wants, at most about 16."""
     one = replace(case, T=1, deterministic=False)
-    wanted = {"narrow": case.H <= 16, "wide": case.H > 16, "mma": True}
+    wanted = {"narrow": case.H <= 16, "piped": False, "wide": case.H > 16, "mma": True}
     able = [s for s in fitting if wanted[s.kernel] and s.block_h < 2 * max(8, case.H)] or fitting
     shape = min(able, key=lambda s: (s.kernel == "mma", predict(s, 1, one, card)))
     tiles = math.ceil(case.keys / shape.block_n)

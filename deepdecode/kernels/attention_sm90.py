@@ -1,9 +1,10 @@
-"""Sparse attention over fp8_584 rows on Hopper: wgmma from Gluon, in two shapes.
+"""Sparse attention over fp8_584 rows on Hopper: wgmma from Gluon, in three shapes.
 
 "narrow", here: keys on the M side (S = KV Q^T, O^T = KV^T P), 8, 16 or 32 heads a program; every warp loads, widens and
-multiplies. "wide", in attention_sm90_wide.py: 64 heads on the M side and three roles.
+multiplies. "piped", in attention_sm90_piped.py: the same in three roles, for many tokens. "wide", in attention_sm90_wide.py: 64
+heads on the M side and three roles.
 
-What carries both: indices that do not wait for the lengths; rows read 16 bytes a lane; a tile stored to shared memory in one
+What carries them: indices that do not wait for the lengths; rows read 16 bytes a lane; a tile stored to shared memory in one
 go, so that no barrier stands between its groups; parts in units that no reduction over channels must find; launches that the
 kernel before does not hold back, and that do not hold back the merge (programmatic dependent launch).
 
@@ -22,13 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from deepdecode.kernels.attention import LOG2E, words_view
 from deepdecode.kernels.attention_merge import Parts
 from deepdecode.kernels.attention_plan import Config
+from deepdecode.kernels.attention_sm90_piped import piped_kernel
 from deepdecode.kernels.attention_sm90_rows import (
+    EVERYWHERE,
     find,
     grid_wait,
     launch_dependents,
     living,
     load,
     part_unit,
+    peaks_of,
     sink_factor,
     span,
     unit_of_q,
@@ -41,14 +45,6 @@ from deepdecode.ops.rows import PagedRows
 SIZES = ["H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_shift", "extra_shift", "splits", "split_keys"]
 
 
-def _everywhere(warps, heads):
-    """[warps, heads]: each thread holds its columns of a wgmma accumulator, of all warps."""
-    columns = [[0, 1]] + [[0, 1 << n] for n in range(3, heads.bit_length() - 1)]
-    rows = [[1 << n, 0] for n in range(warps.bit_length() - 1)]
-    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(columns + rows, lanes, [[0, 0]] * len(rows), [], [warps, heads])
-
-
 def _loaded(warps, words):
     """[16 * warps, 4 * words]: 4 lanes a row, `words` words a lane; rows as a wgmma accumulator has them."""
     columns = [[0, 1 << n] for n in range(words.bit_length() - 1)]
@@ -59,15 +55,6 @@ def _loaded(warps, words):
 
 
 LOADED: gl.constexpr = gl.constexpr({(w, n): _loaded(w, n) for w in (4, 8) for n in (4, 8)})
-EVERYWHERE: gl.constexpr = gl.constexpr({(w, h): _everywhere(w, h) for w in (4, 8) for h in (8, 16, 32)})
-
-
-@gluon.jit
-def _peaks(score, shared, WARPS: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The largest score of each head over all warps' keys: one barrier, where a reduction of Triton's takes two."""
-    own = gl.max(gl.reshape(score, (WARPS, 16, HEADS)), 1)
-    shared.store(own)
-    return gl.max(shared.load(LAYOUT), 0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -165,7 +152,7 @@ def narrow_kernel(
         score = warpgroup_mma_wait(0, deps=[score])
         # log2 of what a key adds to the output, its row counted in its own unit
         score = score * unit[:, None] + exponent[:, None]
-        top = _peaks(score, peaks, num_warps, BLOCK_H, ALL)
+        top = peaks_of(score, peaks, num_warps, BLOCK_H, ALL)
         new_peak = gl.maximum(peak, gl.convert_layout(top, gl.SliceLayout(0, MMA), assert_trivial=True))
         base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
         p = gl.exp2(score - base[None, :])
@@ -204,6 +191,9 @@ def narrow_kernel(
         gl.store(at, gl.convert_layout(result, OUT), mask=(out_h < H)[None, :])
 
 
+KERNELS = {"narrow": narrow_kernel, "piped": piped_kernel, "wide": wide_kernel}
+
+
 def launch(
     q: torch.Tensor,
     window: PagedRows,
@@ -224,8 +214,8 @@ def launch(
     """The split kernel alone; `deepdecode.kernels.attention.launch` is the caller, and merges."""
     T, H, _ = q.shape
     window_words, extra_words = words_view(window), words_view(extra)
-    kernel, own = (narrow_kernel, {"BLOCK_H": config.block_h}) if config.kernel == "narrow" else (wide_kernel, {})
-    kernel[triton.cdiv(H, config.block_h), T, config.splits](
+    own = {} if config.kernel == "wide" else {"BLOCK_H": config.block_h}
+    KERNELS[config.kernel][triton.cdiv(H, config.block_h), T, config.splits](
         q,
         window_words,
         extra_words,
@@ -267,10 +257,10 @@ def options(config: Config) -> dict[str, int]:
 
 
 def compile_args(config: Config) -> tuple[dict[str, str], dict[str, object]]:
-    """Types and constants of both kernels as `launch` passes them, to compile them without a GPU."""
+    """Types and constants of each kernel as `launch` passes them, to compile them without a GPU."""
     pointers = {"q": "bf16", "sink": "fp32", "out": "bf16", "part": "fp16", "part_lse": "fp32", "part_unit": "fp32"}
     words = ("window", "extra", "window_indices", "extra_indices", "window_lens", "extra_lens")
     types = {f"{name}_ptr": f"*{kind}:16" for name, kind in (pointers | dict.fromkeys(words, "i32")).items()}
     types |= {"scale_log2": "fp32"} | dict.fromkeys(SIZES, "i32") | dict.fromkeys(("window_stride", "extra_stride"), "i32:16")
     constants: dict[str, object] = {"HAS_SINK": True, "HAS_LSE": False, "SPLIT": config.splits > 1}
-    return types, constants | ({"BLOCK_H": config.block_h} if config.kernel == "narrow" else {})
+    return types, constants | ({} if config.kernel == "wide" else {"BLOCK_H": config.block_h})

@@ -13,6 +13,17 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _RENAMED: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
+def _everywhere(warps, heads):
+    """[warps, heads]: each thread holds its columns of a wgmma accumulator, of all warps."""
+    columns = [[0, 1]] + [[0, 1 << n] for n in range(3, heads.bit_length() - 1)]
+    rows = [[1 << n, 0] for n in range(warps.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(columns + rows, lanes, [[0, 0]] * len(rows), [], [warps, heads])
+
+
+EVERYWHERE: gl.constexpr = gl.constexpr({(w, h): _everywhere(w, h) for w in (4, 8) for h in (8, 16, 32)})
+
+
 @gluon.jit
 def view(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     if _RENAMED:
@@ -55,7 +66,7 @@ def _widen(x, factor):
 
 
 @gluon.jit
-def _narrow(x, factor):
+def narrowed(x, factor):
     """Two bfloat16 times a bfloat16 power of two -> two float16."""
     return gl.inline_asm_elementwise(
         """{
@@ -183,9 +194,18 @@ def widened(raw, N: gl.constexpr, CODES: gl.constexpr):
     c = _beside(_group(x4, scales, unit, 4, N), _group(x5, scales, unit, 5, N), N, 32)
     g6 = _group(x6, scales, unit, 6, N)
     inverse = gl.convert_layout((254 - unit) * 0x00800080, gl.SliceLayout(1, y.type.layout), assert_trivial=True)
-    rope = _narrow(y, inverse[:, None] + gl.zeros_like(y))
+    rope = narrowed(y, inverse[:, None] + gl.zeros_like(y))
     d = _beside(g6, gl.convert_layout(rope, g6.type.layout, assert_trivial=True), N, 32)
     return _beside(_beside(a, b, N, 64), _beside(c, d, N, 64), N, 128), up, exponent, down
+
+
+@gluon.jit
+def place(given, t, TILE: gl.constexpr):
+    """What a role of a program must know of its keys: the arguments of `find` and `living`, the first key, how many tiles."""
+    lens, cut, lists, limits, _ = given
+    window_len, extra_len, begin, last, end = span(lens[0], lens[1], t, cut[0], cut[1], cut[2], gl.program_id(2))
+    finding = (lists[0] + t * cut[0], lists[1] + t * cut[1], window_len, extra_len, cut[0], last, limits[0], limits[1])
+    return finding, begin, gl.maximum((end - begin + TILE - 1) // TILE, 0)
 
 
 @gluon.jit
@@ -221,3 +241,11 @@ def part_unit(count, TILE: gl.constexpr):
     """Exponent of the power of two that no sum of a part in float16 passes: 2 * keys."""
     keys = (gl.maximum(count, 1) * (2 * TILE)).to(gl.float32)
     return ((keys.to(gl.int32, bitcast=True) >> 23) & 0xFF) + 1
+
+
+@gluon.jit
+def peaks_of(score, shared, WARPS: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The largest score of each head over all warps' keys: one barrier, where a reduction of Triton's takes two."""
+    own = gl.max(gl.reshape(score, (WARPS, 16, HEADS)), 1)
+    shared.store(own)
+    return gl.max(shared.load(LAYOUT), 0)
