@@ -174,6 +174,19 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path):
         Run(tmp_path / "parts", config, dataclasses.replace(recipe, lr=1e-3), tokens, torch.device("cpu"), compiled=False)
 
 
+def test_a_recipe_refuses():
+    with pytest.raises(ValueError, match="train: optimiser must be muon or adamw, got sgd"):
+        Recipe(optimiser="sgd")
+    with pytest.raises(ValueError, match="train: steps, rows and length must be >= 1, got 10, 0 and 2048"):
+        Recipe(steps=10, rows=0)
+
+
+def test_a_recipe_is_a_schedule():
+    recipe = Recipe(steps=100, rows=4, length=8, lr=1.0, warmup=10, decay=0.5, long_from=0.8)
+    assert [recipe.rate(step) for step in (0, 4, 9, 50, 75, 99)] == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 0.02])
+    assert recipe.shape(79) == (4, 8) and recipe.shape(80) == (2, 16)
+
+
 def test_pieces_tell_every_token_once():
     tokens = made_tokens(1000)
     cut = data.pieces(tokens, 64)

@@ -2,6 +2,7 @@
 
     python tools/train_tiny.py data OUT [--stdlib DIR]      tokenizer and tokens, from CPython 3.11.7's standard library
     python tools/train_tiny.py train DATA RUN [options]     train, or go on with a run; --seconds ends a piece
+    python tools/train_tiny.py speed DATA [options]         time of a step, compiled or with --eager; nothing is kept
     python tools/train_tiny.py export DATA RUN MODEL        an official checkpoint: FP8, FP4, tokenizer, card
     python tools/train_tiny.py curve RUN                    the loss curve as a picture
     python tools/train_tiny.py prompts MODEL                greedy text of twenty prompts, and how many are Python
@@ -14,6 +15,8 @@ import dataclasses
 import json
 import sys
 import sysconfig
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,20 @@ def main(argv: list[str]) -> int:
     one.add_argument("out", type=Path)
     one.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
     one.add_argument("--vocab", type=int, default=CONFIG.vocab_size)
-    one = what.add_parser("train")
-    one.add_argument("data", type=Path)
-    one.add_argument("run", type=Path)
-    one.add_argument("--seconds", type=float, default=float("inf"), help="end this piece after so long")
-    one.add_argument("--until", type=int, help="end this piece at this step")
-    one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    one.add_argument("--eager", action="store_true", help="do not compile the blocks")
-    one.add_argument("--eval-every", type=int, default=250)
-    for field in dataclasses.fields(Recipe):
-        if field.name != "betas":
-            one.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    both = [what.add_parser("train"), what.add_parser("speed")]
+    both[0].add_argument("data", type=Path)
+    both[0].add_argument("run", type=Path)
+    both[0].add_argument("--seconds", type=float, default=float("inf"), help="end this piece after so long")
+    both[0].add_argument("--until", type=int, help="end this piece at this step")
+    both[0].add_argument("--eval-every", type=int, default=250)
+    both[1].add_argument("data", type=Path)
+    both[1].add_argument("--timed", type=int, default=10, help="steps that are timed, after three others")
+    for one in both:
+        one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        one.add_argument("--eager", action="store_true", help="compile nothing")
+        for field in dataclasses.fields(Recipe):
+            if field.name != "betas":
+                one.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     one = what.add_parser("export")
     one.add_argument("data", type=Path)
     one.add_argument("run", type=Path)
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(data.prepare(args.stdlib, args.out, args.vocab), indent=1))
     elif args.what == "train":
         return train(args)
+    elif args.what == "speed":
+        print(json.dumps(speed(args)))
     elif args.what == "export":
         print(json.dumps(export(args.data, args.run, args.model, CONFIG), indent=1))
     elif args.what == "curve":
@@ -78,12 +86,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def train(args: argparse.Namespace) -> int:
-    """0 once the run is over, 3 when only this piece is."""
+def new_run(args: argparse.Namespace, folder: Path) -> Run:
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name != "betas"}
     tokens = {split: data.load_tokens(args.data, split) for split in ("train", "valid")}
     device = torch.device(args.device)
-    run = Run(args.run, CONFIG, Recipe(**values), tokens, device, compiled=device.type == "cuda" and not args.eager)
+    return Run(folder, CONFIG, Recipe(**values), tokens, device, compiled=device.type == "cuda" and not args.eager)
+
+
+def speed(args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step, tokens per second, memory, and the seconds that the first three steps took."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = new_run(args, Path(folder))
+        on_gpu = run.device.type == "cuda"
+        seconds = []
+        for steps in (3, args.timed):
+            began = time.perf_counter()
+            for _ in range(steps):
+                run.train_step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        rows, length = run.recipe.shape(run.step - 1)
+    each = seconds[1] / args.timed
+    told = {"ms": each * 1e3, "tokens_per_s": rows * length / each, "first_steps_s": seconds[0]}
+    return told | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {})
+
+
+def train(args: argparse.Namespace) -> int:
+    """0 once the run is over, 3 when only this piece is."""
+    run = new_run(args, args.run)
 
     def say(row: dict[str, Any]) -> None:
         print(
@@ -93,7 +124,7 @@ def train(args: argparse.Namespace) -> int:
         )
 
     over = run.go(until=args.until, seconds=args.seconds, eval_every=args.eval_every, say=say)
-    if device.type == "cuda":
+    if run.device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB", file=sys.stderr)
     return 0 if over else 3
 

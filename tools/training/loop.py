@@ -33,7 +33,7 @@ class Recipe:
     seldom (no auxiliary loss). clip: the largest norm of the gradient.
     """
 
-    steps: int = 4000
+    steps: int = 3000
     rows: int = 16
     length: int = 2048
     lr: float = 2e-3
@@ -50,6 +50,12 @@ class Recipe:
     draft_weight: float = 0.2
     bias_rate: float = 1e-3
     seed: int = 4
+
+    def __post_init__(self) -> None:
+        if self.optimiser not in ("muon", "adamw"):
+            raise ValueError(f"train: optimiser must be muon or adamw, got {self.optimiser}")
+        if min(self.steps, self.rows, self.length) < 1:
+            raise ValueError(f"train: steps, rows and length must be >= 1, got {self.steps}, {self.rows} and {self.length}")
 
     def rate(self, step: int) -> float:
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
