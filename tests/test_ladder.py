@@ -143,8 +143,8 @@ def test_a_row_holds_what_was_measured(small, tmp_path):
     assert saved == [1, 2, 3, 4]
     row = rows[1]
     assert (row["us_warm"], row["us_warm_low"], row["us_warm_high"]) == (40_000.0, 40_000.0, 40_000.0)
-    # 0.35 seconds hold 8 steps
-    assert (row["timed_steps"], row["repeats"]) == (8, 3)
+    # 0.25 seconds hold 6 steps, of whole fours 4
+    assert (row["timed_steps"], row["repeats"]) == (4, 3)
     assert row["tokens_per_s"] == 50.0
     assert row["bytes"] == sum(small.bytes(2).values()) > 10_000
     assert row["floor_us"] == round(row["bytes"] / 4.0 / 1e6, 2)

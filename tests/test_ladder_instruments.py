@@ -46,8 +46,8 @@ class Clock:
         return self.now - before
 
 
-# 132 positions in three passes, whole groups of four that fit 0.35 s, and four at least
-@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (7.9, 44), (8.0, 40), (9.0, 36), (700.0, 4)])
+# 132 positions in three passes, whole groups of four that fit 0.25 s, and four at least
+@pytest.mark.parametrize(("ms", "steps"), [(5.0, 44), (5.6, 44), (5.8, 40), (6.5, 36), (700.0, 4)])
 def test_a_pass_fits_its_time(ms, steps):
     clock = Clock(ms)
     found = time_steps(clock.replay, clock.seconds)

@@ -75,7 +75,9 @@ class Plan:
         The top, the yardsticks, the rest, other forms of a rung.
         """
         top = next((rung for rung in reversed(self.rungs) if not rung.beside), None)
-        for rung in sorted(self.rungs, key=lambda rung: (rung is not top, bool(rung.beside), not rung.yardstick)):
+        for rung in sorted(
+            self.rungs, key=lambda rung: (rung is not top, bool(rung.beside), not (rung.beside or rung.yardstick))
+        ):
             for concurrency in self.levels:
                 values = (rung.name, self.slice, concurrency, self.context, self.layers)
                 yield rung, concurrency, dict(zip(KEYS, values, strict=True))

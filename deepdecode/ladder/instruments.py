@@ -22,7 +22,7 @@ from deepdecode.trace.steps import launch_of
 # three passes follow one another over 132 positions, so that compressors complete entries at their natural rate
 REPEATS, PASS_STEPS = 3, 44
 # of one pass; a slow rung is timed over fewer positions, whole groups of four all the same
-PASS_S = 0.35
+PASS_S = 0.25
 # of a trace that is kept, enough that the reader can tell a change from noise; of one that is only summed up
 KEPT_STEPS, SUMMED_STEPS = 4, 2
 # how `StepGraph.eager` names the range of an entry of the table
