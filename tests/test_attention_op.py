@@ -81,3 +81,21 @@ def test_strict_makes_a_fallback_an_error(monkeypatch):
     refused = attention_inputs(3, 4, 8, 12, rows=64, dtype=torch.float32)
     with pytest.raises(RuntimeError, match=r"sparse_attn: no kernel for q \[3, 4, 512\], 20 keys, fp8_584 rows: this shape"):
         sparse_attn_decode(*refused.args())
+
+
+def test_a_compile_after_warmup_is_said(monkeypatch, caplog):
+    """What Triton tells its hook of one of our kernels, and of somebody else's; a hook that was there still runs."""
+    triton = pytest.importorskip("triton")
+    from deepdecode.kernels import attention as kernel
+    from deepdecode.kernels import launching
+
+    seen = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: seen.append(told["fn"].name))
+    launching._watch.__wrapped__()
+    function = kernel.split_kernel.fn
+    for module, name in ((function.__module__, function.__qualname__), ("engine.ops", "gemm")):
+        about = triton.runtime.jit.JitFunctionInfo(module, name, None)
+        triton.knobs.runtime.jit_post_compile_hook(key="", repr="", fn=about, compile={})
+    assert seen == ["split_kernel", "gemm"]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == "compiled split_kernel after warmup: a call came that warmup was not told of"

@@ -124,9 +124,8 @@ def _watch() -> None:
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         function = kwargs.get("fn")
-        name = getattr(function, "name", "")
-        if name.startswith("deepdecode."):
-            log.warning("compiled %s after warmup: a call came that warmup was not told of", name)
+        if str(getattr(function, "module", "")).startswith("deepdecode."):
+            log.warning("compiled %s after warmup: a call came that warmup was not told of", function.name)
         return before(*args, **kwargs) if before is not None else None
 
     knobs.runtime.jit_post_compile_hook = hook
