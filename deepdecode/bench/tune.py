@@ -42,7 +42,7 @@ HELD_OUT_POINTS = 24
 # launches this much slower than a point's best say nothing of where to go
 NEAR_BEST = 1.5
 # what the present table predicts to take this many times the best launch is not measured
-HOPELESS = 1.5
+HOPELESS = 1.35
 
 
 def swept_cases(forms: tuple[str, ...] = FORMS) -> Iterator[tuple[Sized, bool]]:
@@ -72,7 +72,7 @@ def sweep(kernels: tuple[str, ...], cases: Iterable[tuple[Sized, bool]]) -> Iter
     card = card_of(torch.device("cuda", torch.cuda.current_device()))
     for case, held_out in cases:
         with mma_sync() if case.fmt == "fp8_584" else contextlib.nullcontext():
-            timed = best_of(case, launches(case, card, kernels), limit_s=0.005)
+            timed = best_of(case, launches(case, card, kernels), limit_s=0.004)
         for us, config in timed:
             yield vars(case) | {"op": "attention", "us": us, "held_out": held_out} | _shape_of(config)
 
