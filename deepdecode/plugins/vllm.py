@@ -101,6 +101,8 @@ INDEXER = Part(
         Code(_INDEXER, "SparseAttnIndexer.forward_cpu", _INDEX, digest="290620ca2b44159d", since=_SINCE),
         *(Statement(_INDEXER, "SparseAttnIndexer.__init__", f"self.{name} = {name}") for name in _INDEXER_HAS),
         Statement(_INDEXER, "sparse_attn_indexer", "num_decode_tokens = attn_metadata_narrowed.num_decode_tokens"),
+        # without it a step's prompts are worked on alone
+        Statement(_INDEXER, "sparse_attn_indexer", "has_decode = attn_metadata_narrowed.num_decodes > 0"),
         Statement(_INDEXER, "sparse_attn_indexer", "topk_indices = topk_indices_buffer[:num_padded_tokens, :topk_tokens]"),
         Statement(_INDEXER, "sparse_attn_indexer", "seq_lens = decode_metadata.seq_lens[:batch_size]"),
         # lengths in entries, one row of the table for each length or for each sequence

@@ -62,11 +62,11 @@ def _rows(name: str, cache: Tensor, row_bytes: int) -> PagedRows:
     return PagedRows(cache.view(torch.uint8).flatten(1), cache.shape[1], fmt)
 
 
-def choose(layer: Any, q: Tensor, weights: Tensor, metadata: Any) -> None:
-    """`index_topk` for a step's decode tokens, into the first rows of vLLM's buffer, -1 behind the chosen.
+def choose(layer: Any, q: Tensor, weights: Tensor, metadata: Any) -> Tensor:
+    """`index_topk` for a step's decode tokens: entries by their numbers [T, topk], -1 behind the chosen.
 
     Args:
-        layer: vLLM's indexer, with the key pages [pages, page size, 132], `topk_tokens` and `topk_indices_buffer`.
+        layer: vLLM's indexer, with the key pages [pages, page size, 132] and `topk_tokens`.
         q: [tokens, heads, 128] E4M3, weights [tokens, heads] float32: the decode tokens come first.
         metadata: vLLM's of the step, its `decode` with one table row for each sequence and one length for each token.
     """
@@ -88,8 +88,7 @@ def choose(layer: Any, q: Tensor, weights: Tensor, metadata: Any) -> None:
     call = (q[:T], weights[:T], keys, table[:sequences], slots, lens, layer.topk_tokens)
     if q.is_cuda:
         _expect_indexer(call)
-    chosen, _ = indexer.index_topk(*call, logical=True)
-    layer.topk_indices_buffer[:T, : layer.topk_tokens].copy_(chosen)
+    return indexer.index_topk(*call, logical=True)[0]
 
 
 def _expect_indexer(call: tuple[Any, ...]) -> None:

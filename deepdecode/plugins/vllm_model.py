@@ -8,6 +8,7 @@ platform has none, the class is vLLM's.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -168,18 +169,27 @@ def _register_indexer() -> None:
 
 @lru_cache
 def indexer_class(base: Class) -> Class:
-    """vLLM's indexer, whose decode steps are ours."""
+    """vLLM's indexer, whose decode tokens are ours."""
 
     def run(layer: Any, own: Callable[[], Tensor], q: Any, weights: Tensor) -> Tensor:
         metadata = get_forward_context().attn_metadata
-        step = metadata[layer.k_cache.prefix] if isinstance(metadata, dict) else None
-        if step is None or step.num_prefills or not step.num_decode_tokens:
+        name = layer.k_cache.prefix
+        step = metadata[name] if isinstance(metadata, dict) else None
+        if step is None or not step.num_decode_tokens:
             return own()
 
         def ours() -> Tensor:
             if layer.use_fp4_cache:
                 raise ValueError("FP4 keys")
-            calls.choose(layer, q, weights, step)
+            chosen = calls.choose(layer, q, weights, step)
+            if step.num_prefills:
+                # vLLM's own clears the rows and works on those of the prompts
+                metadata[name] = replace(step, num_decodes=0)
+                try:
+                    own()
+                finally:
+                    metadata[name] = step
+            layer.topk_indices_buffer[: len(chosen), : layer.topk_tokens].copy_(chosen)
             return layer.topk_indices_buffer
 
         return INDEXER.run(ours, own)

@@ -98,11 +98,11 @@ def expected(heads):
     }
 
 
-def check_agrees(found, absent):
-    ours, theirs = found["logprobs"]["clean"], absent["logprobs"]["clean"]
-    assert theirs.shape == (REQUESTS, STEPS, 512) and theirs.isfinite().all() and theirs.std() > 0.5
+def check_agrees(found, absent, name="clean"):
+    ours, theirs = found["logprobs"][name], absent["logprobs"][name]
+    assert theirs.isfinite().all() and theirs.std() > 0.5
     # given tokens, so each step follows the same text; log-probabilities of the whole vocabulary
-    torch.testing.assert_close(theirs.exp().sum(-1), torch.ones(REQUESTS, STEPS), rtol=0, atol=1e-4)
+    torch.testing.assert_close(theirs.exp().sum(-1), torch.ones(theirs.shape[:2]), rtol=0, atol=1e-4)
     difference = (ours - theirs).abs()
     assert difference.max() < AGREE and difference.mean() < AGREE_MEAN
     assert not torch.equal(ours, theirs), "ours rounds in other places"
@@ -118,14 +118,18 @@ def check_spoilt(found, op):
 @pytest.fixture(scope="module")
 def absent(run):
     """The engine without us."""
-    found = run(ABSENT | ONE)
-    assert not found["said"] and not by_process(found["calls"]) and found["models"] == {"vllm.models.deepseek_v4.cpu.model"}
+    found = run(ABSENT | ONE, "--later")
+    assert (
+        not found["said"]
+        and not by_process(found["calls"]["clean"])
+        and found["models"] == {"vllm.models.deepseek_v4.cpu.model"}
+    )
     return found
 
 
 @pytest.fixture(scope="module")
 def on(run):
-    return run(ON | ONE, "--spoil", "sparse_attn", "index_topk", "mhc_pre", "mhc_post")
+    return run(ON | ONE, "--later", "--spoil", "sparse_attn", "index_topk", "mhc_pre", "mhc_post")
 
 
 def test_one_rank_agrees(on, absent):
@@ -133,7 +137,7 @@ def test_one_rank_agrees(on, absent):
 
 
 def test_one_rank_calls_our_ops(on):
-    (calls,) = by_process(on["calls"]).values()
+    (calls,) = by_process(on["calls"]["clean"]).values()
     assert calls == expected(heads=8)
     assert on["models"] == {"deepdecode.plugins.vllm_model"}
     # the process in which vLLM looks at the model's class loads plug-ins too
@@ -141,6 +145,17 @@ def test_one_rank_calls_our_ops(on):
     assert [line.split("deepdecode in ")[1] for line in on["said"]] == [
         f"vLLM 0.32.0: on: indexer, attention-cpu, mhc-cpu; {OFF}"
     ]
+
+
+def test_a_prompt_that_comes_later(on, absent):
+    """The first request decodes while the second one's prompt is worked on: its entries are ours, the prompt's are vLLM's."""
+    check_agrees(on, absent, "later")
+    (calls,) = by_process(on["calls"]["later"]).values()
+    # steps of 2180 tokens, 1, 1 + 300, then 2, and 1 when the first request is done
+    assert calls["mhc_pre"] == {f"{T},4,256": 2 * LAYERS * steps for T, steps in ((2180, 1), (301, 1), (2, 1), (1, 3))}
+    assert calls["index_topk"] == {"1,8,128": INDEXERS * 2, "2,8,128": INDEXERS}
+    # on a CPU the attention of a step with a prompt is vLLM's
+    assert calls["sparse_attn"] == {"1,8,512": LAYERS * 3, "2,8,512": LAYERS}
 
 
 @pytest.mark.parametrize("op", ["sparse_attn", "index_topk", "mhc_pre", "mhc_post"])
@@ -154,10 +169,10 @@ def test_what_our_ops_give_is_what_the_model_uses(on, op):
 
 def test_two_ranks(run):
     absent = run(ABSENT | TWO, "--tp", "2")
-    assert not absent["said"] and not by_process(absent["calls"])
+    assert not absent["said"] and not by_process(absent["calls"]["clean"])
     found = run(ON | TWO, "--tp", "2", "--spoil", "sparse_attn", "index_topk")
     check_agrees(found, absent)
-    one, other = by_process(found["calls"]).values()
+    one, other = by_process(found["calls"]["clean"]).values()
     assert one == other
     # Requests arrive while the first prompt is worked on, and a step that works on prompts too is vLLM's. Each step reads twice
     # in each layer, which tells how many steps there were, and of how many tokens.
@@ -176,7 +191,7 @@ def test_ops_that_fail_leave_the_engine_its_own(run):
     """Each is tried once, and one line says so; vLLM goes on with its own bits."""
     absent, found = run(ABSENT | ONE, "--short"), run(ON | ONE | {"VLLM_HARNESS_FAIL": "1"}, "--short")
     assert torch.equal(found["logprobs"]["clean"], absent["logprobs"]["clean"])
-    (calls,) = by_process(found["calls"]).values()
+    (calls,) = by_process(found["calls"]["clean"]).values()
     assert {op: shapes.total() for op, shapes in calls.items()} == {"sparse_attn": 1, "mhc_pre": 1}
     assert [line.split("deepdecode in ")[1] for line in found["said"][1:]] == [
         f"vLLM: {what} failed, vLLM's own runs instead: RuntimeError: no such kernel" for what in ("mHC", "sparse attention")
@@ -250,6 +265,6 @@ def test_off_is_as_if_it_were_not_installed(run, environment, why):
     absent, found = run(ABSENT | ONE, "--short"), run(environment | ONE, "--short")
     assert torch.equal(found["logprobs"]["clean"], absent["logprobs"]["clean"])
     assert found["models"] == absent["models"] == {"vllm.models.deepseek_v4.cpu.model"}
-    assert not by_process(found["calls"])
+    assert not by_process(found["calls"]["clean"])
     (line,) = found["said"]
     assert "vLLM 0.32.0: off: " in line and why in line

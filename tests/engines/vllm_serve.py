@@ -1,6 +1,6 @@
 """Serve a small DeepSeek-V4 with seeded weights on the CPU by vLLM's engine, and save the log-probabilities it gives.
 
-    python vllm_serve.py OUT [--tp 2] [--short] [--spoil OP ...] [--break-signatures]
+    python vllm_serve.py OUT [--tp 2] [--short] [--later] [--spoil OP ...]
 
 The tokens are given, not sampled: each step's log-probabilities, of the whole vocabulary, follow the same text in every run.
 """
@@ -24,6 +24,8 @@ VOCABULARY, LAYERS, RATIOS = 512, 5, [0, 0, 4, 128, 4]
 # less than a window; entries of ratio 128; more entries of ratio 4 than the 512 that are chosen. The steps of a clean run, and
 # of one whose results are spoilt
 PROMPTS, STEPS, SPOILT = (70, 300, 2180), 12, 4
+# prompts that come one after the other
+LATER = (2180, 300)
 CONFIG = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -88,8 +90,8 @@ def tokens(seed, count):
     return torch.randint(2, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def generate(llm, prompts, steps):
-    """Log-probabilities [steps, vocabulary] of each prompt."""
+def requests(prompts, steps):
+    """Prompts, and what is asked of each: log-probabilities of the whole vocabulary, over tokens that are given."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": tokens(seed, count)} for seed, count in enumerate(prompts)]
@@ -100,19 +102,48 @@ def generate(llm, prompts, steps):
         )
         for seed in range(len(prompts))
     ]  # fmt: skip
-    llm.reset_prefix_cache()
-    out = torch.zeros(len(prompts), steps, VOCABULARY)
-    for row, request in enumerate(llm.generate(asked, params, use_tqdm=False)):
-        assert request.outputs[0].token_ids == tokens(100 + row, steps)
+    return asked, params
+
+
+def logprobs(outputs, steps):
+    """[requests, steps, vocabulary]"""
+    out = torch.zeros(len(outputs), steps, VOCABULARY)
+    for row, request in enumerate(outputs):
+        assert list(request.outputs[0].token_ids) == tokens(100 + row, steps)
         for step, found in enumerate(request.outputs[0].logprobs):
             out[row, step, list(found)] = torch.tensor([value.logprob for value in found.values()])
     return out
+
+
+def generate(llm, prompts, steps):
+    """All prompts at once."""
+    llm.reset_prefix_cache()
+    return logprobs(llm.generate(*requests(prompts, steps), use_tqdm=False), steps)
+
+
+def generate_later(llm, prompts, steps):
+    """Each prompt comes when the one before it has decoded a token: steps that decode and work on a prompt."""
+    llm.reset_prefix_cache()
+    engine, done = llm.llm_engine, {}
+    waiting = [(str(row), *request) for row, request in enumerate(zip(*requests(prompts, steps), strict=True))]
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            engine.add_request(*waiting.pop(0))
+        for _ in range(2):
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+    return logprobs([done[str(row)] for row in range(len(prompts))], steps)
+
+
+def called(folder):
+    """{process.op: the first argument's shape at each call}"""
+    return {file.name: file.read_text().split() for file in folder.glob("*.*")}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--later", action="store_true", help="also prompts that come one after the other; one process only")
     parser.add_argument("--short", action="store_true", help="the prompts that no indexer is needed for")
     parser.add_argument("--spoil", nargs="*", default=[], help="ops whose results are corrupted, one after the other")
     asked = parser.parse_args()
@@ -129,14 +160,17 @@ def main():
     )  # fmt: skip
     prompts = PROMPTS[:2] if asked.short else PROMPTS
     found = {"clean": generate(llm, prompts, STEPS)}
-    folder = os.environ.get("VLLM_HARNESS")
-    counts = {file.name: file.read_text().split() for file in Path(folder).glob("*.*")} if folder else {}
+    folder = Path(os.environ["VLLM_HARNESS"])
+    calls = {"clean": called(folder)}
+    if asked.later:
+        found["later"] = generate_later(llm, LATER, SPOILT)
+        calls["later"] = {name: shapes[len(calls["clean"].get(name, ())) :] for name, shapes in called(folder).items()}
     for op in asked.spoil:
-        mark = Path(folder) / f"spoil.{op}"
+        mark = folder / f"spoil.{op}"
         mark.touch()
         found[op] = generate(llm, prompts, SPOILT)
         mark.unlink()
-    torch.save({"logprobs": found, "calls": counts}, asked.out)
+    torch.save({"logprobs": found, "calls": calls}, asked.out)
 
 
 if __name__ == "__main__":
