@@ -33,13 +33,18 @@ _SITE = ("fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps"
 _BOUNDARY = ("x", "residual", "post_layer_mix", "comb_res_mix", *_SITE, "n_splits", "tile_n", "norm_weight", "norm_eps")
 _PRE = ("residual", *_SITE, "n_splits", "norm_weight", "norm_eps")
 _BUILD = ("self", "*", "vllm_config", "prefix")
+_CLASSES = ["DSparkDeepseekV4ForCausalLM", "DeepSeekV4MTP", "DeepseekV4FP8Config", "DeepseekV4ForCausalLM"]
+_CLASSES += ["DeepseekV4ForConditionalGeneration"]
 _INDEXER_HAS = ("k_cache", "topk_tokens", "topk_indices_buffer", "skip_k_cache_insert", "use_fp4_cache", "candidate_blocks")
 _NORM = frozenset({"norm_weight", "norm_eps"})
 # who is built, and that vLLM looks its parts up by name while it does
-_BUILT = (
+_REGISTERED = (
     Function("model_executor/models/registry.py", "_ModelRegistry.register_model", ("self", "model_arch", "model_cls")),
-    Function(_MODEL, "DeepseekV4ForCausalLM.__init__", _BUILD),
+    Value("models/deepseek_v4/__init__.py", "__all__", repr(_CLASSES)),
+    Function("forward_context.py", "get_forward_context", ()),
 )
+_BUILT = (Function(_MODEL, "DeepseekV4ForCausalLM.__init__", _BUILD), *_REGISTERED)
+_BUILT_CPU = (Function(_CPU_MODEL, "DeepseekV4ForCausalLM.__init__", _BUILD), *_REGISTERED)
 _CHOSEN = Function("models/deepseek_v4/common/ops/cache_utils.py", "compute_global_topk_indices_and_lens", _TOPK)
 
 ATTENTION_SM120 = Part(
@@ -85,8 +90,7 @@ ATTENTION_CPU = Part(
             digest="9a2dfa773de3b140",
             since=_SINCE,
         ),
-        Function(_CPU_MODEL, "DeepseekV4ForCausalLM.__init__", _BUILD),
-        _BUILT[0],
+        *_BUILT_CPU,
     ),
 )
 INDEXER = Part(
@@ -139,7 +143,7 @@ MHC_CPU = Part(
         ),
         Statement(_CPU_MODEL, "DeepseekV4DecoderLayer.__init__", "self.mhc_pre = MHCPreOp()"),
         Statement(_CPU_MODEL, "DeepseekV4DecoderLayer.__init__", "self.mhc_post = MHCPostOp()"),
-        *ATTENTION_CPU.table[-2:],
+        *_BUILT_CPU,
     ),
 )
 PLUGIN = Plugin(
