@@ -115,46 +115,20 @@ def _fp4(words, factors):
 
 @gluon.jit
 def _fp8(words):
-    """int32 of 4 E4M3 codes -> the pairs (0, 1) and (2, 3), of the even word and then of the odd one; `codes.fp8_natural`."""
+    """int32 of 4 E4M3 codes -> float16 pairs (0, 1) and (2, 3), of the even word and then of the odd one."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, s, t, k, c, y, z, n, o;
-        mov.b32 o, 0;
-        mov.b32 k, 0x7b807b80;
-        mov.b32 n, 0x80008000;
-        mov.b32 c, 0x7b097b09;
-        prmt.b32 a, $4, 0, 0x1404;
-        prmt.b32 b, $4, 0, 0x3424;
-        shr.u32 s, a, 4;
-        shr.u32 t, b, 4;
-        and.b32 a, a, n;
-        and.b32 b, b, n;
-        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
-        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
-        fma.rn.bf16x2 a, a, k, n;
-        fma.rn.bf16x2 b, b, k, n;
-        fma.rn.bf16x2 y, a, c, n;
-        fma.rn.bf16x2 z, b, c, n;
-        fma.rn.bf16x2 $0, y, o, a;
-        fma.rn.bf16x2 $1, z, o, b;
-        prmt.b32 a, $5, 0, 0x1404;
-        prmt.b32 b, $5, 0, 0x3424;
-        shr.u32 s, a, 4;
-        shr.u32 t, b, 4;
-        and.b32 a, a, n;
-        and.b32 b, b, n;
-        lop3.b32 a, a, s, 0x07f007f0, 0xf8;
-        lop3.b32 b, b, t, 0x07f007f0, 0xf8;
-        fma.rn.bf16x2 a, a, k, n;
-        fma.rn.bf16x2 b, b, k, n;
-        fma.rn.bf16x2 y, a, c, n;
-        fma.rn.bf16x2 z, b, c, n;
-        fma.rn.bf16x2 $2, y, o, a;
-        fma.rn.bf16x2 $3, z, o, b;
+        .reg .b16 a, b, c, d;
+        mov.b32 {a, b}, $4;
+        mov.b32 {c, d}, $5;
+        cvt.rn.f16x2.e4m3x2 $0, a;
+        cvt.rn.f16x2.e4m3x2 $1, b;
+        cvt.rn.f16x2.e4m3x2 $2, c;
+        cvt.rn.f16x2.e4m3x2 $3, d;
         }""",
-        "=r,=r,=r,=r,r,r",
+        "=&r,=&r,=&r,=&r,r,r",
         [words],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
         is_pure=True,
         pack=2,
     )
@@ -178,7 +152,7 @@ def _fp4_operand(words, scale, S: gl.constexpr, M: gl.constexpr):
 
 @gluon.jit
 def _fp8_operand(words, S: gl.constexpr, M: gl.constexpr):
-    """int32 [S, M, 32] -> bfloat16 [S, M, 128], columns (8 codes of a block of 32, pair of codes, block, half)."""
+    """int32 [S, M, 32] -> float16 [S, M, 128], columns (8 codes of a block of 32, pair of codes, block, half)."""
     a, b, c, d = _fp8(gl.reshape(words, (S, M, 4, 8)))
     values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (S, M, 4, 4, 2, 2, 2))
     return gl.reshape(gl.permute(values, (0, 1, 3, 5, 6, 2, 4)), (S, M, 128))
@@ -279,22 +253,31 @@ def _multiply(acc, words, scale, x, FP4: gl.constexpr, S: gl.constexpr, M: gl.co
 
 
 @gluon.jit
-def _store_tokens(memory, in_ptr, row, live, K: gl.constexpr, PIECE: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr,
-                  W: gl.constexpr):  # fmt: skip
-    """PIECE columns of the tokens' rows to shared memory, those of each 128 in the order of an operand of weights."""
-    # 64 values a thread at a time
-    KC: gl.constexpr = min(PIECE, 2048 * W // NT)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [W, 1], [1, 0])
+def _unit(start, live, K: gl.constexpr, KC: gl.constexpr, LOADED: gl.constexpr):
+    """The power of two, as float32's bits, that brings a token's largest value under 2**15; NaN if that is not finite."""
+    k = gl.arange(0, KC, layout=gl.SliceLayout(0, LOADED))
+    largest = gl.zeros_like(live.to(gl.int32))
+    for at in range(0, K, KC):
+        x = gl.load(start[:, None] + (at + k)[None, :], mask=live[:, None], other=0.0)
+        # magnitudes of bfloat16 are in the order of their bits
+        largest = gl.maximum(largest, gl.max(x.to(gl.int16, bitcast=True).to(gl.int32) & 0x7FFF, 1))
+    exponent = largest >> 7
+    return gl.where(exponent == 255, 0x7FC00000, gl.minimum(127 + 14 + 127 - exponent, 254) << 23)
+
+
+@gluon.jit
+def _store_tokens(memory, start, live, unit, first, PIECE: gl.constexpr, KC: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr,
+                  LOADED: gl.constexpr):  # fmt: skip
+    """PIECE columns of the tokens from `first` on to shared memory, those of each 128 in the order of an operand of weights."""
     TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
-    tiles = view(memory, gl.bfloat16, [PIECE // KC, KC // 128, NT, 128], TILE)
-    start = in_ptr + gl.convert_layout(row, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
-    live = gl.convert_layout(live, gl.SliceLayout(1, LOADED))
+    tiles = view(memory, gl.bfloat16 if FP4 else gl.float16, [PIECE // KC, KC // 128, NT, 128], TILE)
     k = gl.arange(0, KC, layout=gl.SliceLayout(0, LOADED))
     for part in gl.static_range(PIECE // KC):
-        x = gl.load(start[:, None] + (part * KC + k)[None, :], mask=live[:, None], other=0.0)
+        x = gl.load(start[:, None] + (first + part * KC + k)[None, :], mask=live[:, None], other=0.0)
         if FP4:
             x = gl.permute(gl.reshape(x, (NT, KC // 128, 4, 4, 2, 4)), (1, 0, 3, 2, 5, 4))
         else:
+            x = (x.to(gl.float32) * unit.to(gl.float32, bitcast=True)[:, None]).to(gl.float16)
             x = gl.permute(gl.reshape(x, (NT, KC // 128, 4, 4, 8)), (1, 0, 3, 2, 4))
         tiles.index(part).store(gl.reshape(x, (KC // 128, NT, 128)))
 
@@ -370,7 +353,7 @@ def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GA
     buffers = ()
     for d in gl.static_range(DEPTH):
         more = (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, FP4, S, WM),)
-        buffers = buffers + more  # noqa: RUF005 (Gluon unpacks no tuple)
+        buffers = buffers + more
     return buffers
 
 
@@ -389,9 +372,16 @@ def _tiles(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, WM, 1], instr_shape=[1, 16, 8])
     SUM: gl.constexpr = gl.SliceLayout(0, MMA)
     TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
-    memory = gl.allocate_shared_memory(gl.bfloat16, [PIECE_STEPS, S, NT, 128], TILE)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S * WM, 1], [1, 0])
+    # 64 values a thread at a time, or 32
+    KC: gl.constexpr = min(PIECE, (2048 if FP4 else 1024) * S * WM // NT)
+    memory = gl.allocate_shared_memory(gl.bfloat16 if FP4 else gl.float16, [PIECE_STEPS, S, NT, 128], TILE)
+    start = in_ptr + gl.convert_layout(in_row, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
+    started = gl.convert_layout(live, gl.SliceLayout(1, LOADED))
+    # FP8 codes are multiplied as float16, so tokens are counted in a unit that float16 holds
+    unit = started if FP4 else _unit(start, started, K, KC, LOADED)
     if PIECE == K:
-        _store_tokens(memory, in_ptr, in_row, live, K, K, FP4, NT, S * WM)
+        _store_tokens(memory, start, started, unit, 0, K, KC, FP4, NT, LOADED)
     n = gl.convert_layout(out_row, gl.SliceLayout(0, SUM))
     n_live = gl.convert_layout(live, gl.SliceLayout(0, SUM))
     if GATED:
@@ -407,7 +397,7 @@ def _tiles(
             for d in gl.static_range(DEPTH):
                 if PIECE < K:  # noqa: SIM102 (a constant, and a condition of the card's)
                     if (step + d) % PIECE_STEPS == 0:
-                        _store_tokens(memory, in_ptr + (step + d) * (128 * S), in_row, live, K, PIECE, FP4, NT, S * WM)
+                        _store_tokens(memory, start, started, unit, (step + d) * (128 * S), PIECE, KC, FP4, NT, LOADED)
                 x = _tokens(memory.index((step + d) % PIECE_STEPS), S, NT, WM, MMA)
                 acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
                 acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
@@ -416,10 +406,14 @@ def _tiles(
                 if AHEAD > 0 and (d % 2 == 0 or S > 1 or not FP4):
                     _bring_step(w_ptr, base, ahead + AHEAD, tiles * J, K, OUT, GATED, FP4, S, WM)
                 more = (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
-                buffers = buffers[1:] + more  # noqa: RUF005
+                buffers = buffers[1:] + more
         sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
         if FP4:
             sum_a, sum_b = sum_a * UNIT, sum_b * UNIT
+        else:
+            undo = gl.where(unit > 0x7F000000, unit, gl.maximum((254 << 23) - unit, 0x400000))
+            undo = gl.convert_layout(undo.to(gl.float32, bitcast=True), gl.SliceLayout(0, SUM))[None, :]
+            sum_a, sum_b = sum_a * undo, sum_b * undo
         place = base + turn * (M if GATED else 2 * M)
         if GATED:
             h = _swiglu(sum_a, sum_b, limit) * n_weight[None, :]
