@@ -116,6 +116,9 @@ def _generate_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cache", default="auto", metavar="FMT", help="fp8_584, bf16, f32, or auto: what fits the model")
     p.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop ids")
+    p.add_argument(
+        "--draft", action="store_true", help="greedy text with the checkpoint's MTP block as a draft, one prompt at a time"
+    )
     p.add_argument("--json", action="store_true", help="one JSON document on stdout at the end, no stream")
 
 

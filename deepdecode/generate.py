@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deepdecode.checkpoint import Checkpoint, load_model, open_checkpoint
+from deepdecode.checkpoint import Checkpoint, load_draft, load_model, open_checkpoint
 from deepdecode.config import ModelConfig
 from deepdecode.distributed import Rank, join, leave
 from deepdecode.errors import HintedError
@@ -19,6 +19,7 @@ from deepdecode.kvcache import default_format, plan_cache
 from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
 from deepdecode.runner import Runner, Sampling, Token, check_prompts
+from deepdecode.speculate import Speculator
 from deepdecode.text import Stream, Text
 from deepdecode.tiny import tiny_dir
 
@@ -43,6 +44,7 @@ class Request:
     device: str | None
     ignore_eos: bool
     json: bool
+    draft: bool = False
 
 
 @dataclass
@@ -84,6 +86,8 @@ def generate_command(request: Request) -> int:
     if device.type == "cpu" and config.hidden_size < THREADS_FROM:
         torch.set_num_threads(1)
     try:
+        if request.draft and place.size > 1:
+            raise ValueError(f"generate: --draft must run in one process, got {place.size}")
         _check_memory(checkpoint.nbytes // place.size + cache, device)
         return _run(request, checkpoint, text, prompts, sampling, max_len, slots, fmt, device, place)
     finally:
@@ -95,6 +99,8 @@ def _check(request: Request) -> None:
         raise ValueError("generate: there must be a prompt, as an argument or with --prompt-file, got none")
     if request.cache not in FORMATS:
         raise ValueError(f"generate: --cache must be one of {', '.join(FORMATS)}, got {request.cache}")
+    if request.draft and request.temperature:
+        raise ValueError(f"generate: --temperature must be 0 with --draft, got {request.temperature}")
     if request.batch < 1:
         raise ValueError(f"generate: --batch must be >= 1, got {request.batch}")
     if request.context is not None and request.context < 1:
@@ -143,12 +149,13 @@ def _run(
     loaded = time.perf_counter() - began
     bar = Progress("prompt tokens read", quiet=place.rank > 0)
     runner = Runner(weights, max_len=max_len, slots=slots, fmt=fmt, ranks=place.collectives, progress=bar.step)
+    speculator = Speculator(runner, load_draft(checkpoint, weights)) if request.draft else None
     rows = [Stream(text) for _ in prompts]
     finish = ["interrupted"] * len(prompts)
     kernels_before = kernel_runs.copy()
     clock, code = Clock(time.perf_counter()), 0
     try:
-        for token in runner.generate(prompts, sampling):
+        for token in (speculator or runner).generate(prompts, sampling):
             bar.end()
             if token.id is not None:
                 _count(clock)
@@ -171,6 +178,9 @@ def _run(
         raise
     if place.rank == 0:
         stats = _stats(clock, runner, loaded, prompts, kernel_runs - kernels_before)
+        if speculator:
+            counts = speculator.counts
+            stats["draft"] = {"acceptance": round(counts.acceptance, 4), "tokens_per_step": round(counts.tokens_per_step, 3)}
         _print_rows(request, rows, prompts, finish, stats)
         model = str(checkpoint.path) if request.checkpoint else "embedded tiny model"
         print(_sentence(stats, model, sorted(set(finish))), file=sys.stderr)
@@ -283,4 +293,7 @@ def _sentence(stats: dict[str, object], model: str, ends: list[str]) -> str:
     memory = f"{peak / 1e6:.0f} MB peak, " if isinstance(peak, int) else ""
     memory += f"cache {stats['cache_bytes'] / 1e6:.1f} MB"  # pyright: ignore[reportOperatorIssue]
     made = f"{stats['generated_tokens']} generated (ended by {', '.join(ends)})"
+    draft = stats.get("draft")
+    if isinstance(draft, dict):
+        speed += f", drafts accepted {100 * draft['acceptance']:.0f} %, {draft['tokens_per_step']:.2f} tokens a step"
     return f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, {first}, {made}, {speed}, {memory}; {who}"

@@ -9,7 +9,8 @@ it completed lies past every later length until the true one is written over it.
 position that no query from the true token on can see, and that no entry still to come pools.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,19 +21,23 @@ from deepdecode.ops.linear import linear
 from deepdecode.ops.mhc import mhc_post
 from deepdecode.ops.norm import rms_norm
 from deepdecode.ops.table import Step
-from deepdecode.runner import Runner, check_prompts
+from deepdecode.runner import Runner, Sampling, Token, check_prompts
 
 Tensor = torch.Tensor
 
 
 @dataclass
 class Counts:
-    """What speculation took and gave: steps of the model after the prompt, proposals, those it agreed with, tokens made."""
+    """What speculation took and gave: steps of the model after the prompts, proposals, those it agreed with, tokens made.
+
+    texts: prompts begun; each one's own step makes its first token.
+    """
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
     tokens: int = 0
+    texts: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -40,8 +45,8 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of the tokens that steps made; the prompt's own step makes the first."""
-        return (self.tokens - 1) / max(1, self.steps)
+        """Of the tokens that these steps made; 1 without speculation."""
+        return (self.tokens - self.texts) / max(1, self.steps)
 
 
 class Speculator:
@@ -59,22 +64,43 @@ class Speculator:
         self.cache = KVCache(self.config, slots=1, max_len=runner.max_len, fmt=fmt, device=runner.device)
         self.counts = Counts()
 
-    @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> Iterator[int]:
-        """The tokens that greedy decoding makes, a stop id included, until one of these, the number or the context ends it.
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Token]:
+        """What `Runner.generate` gives for greedy sampling, one prompt after another.
 
         Raises:
-            ValueError: the prompt cannot be generated from.
+            ValueError: the temperature is not 0, or a prompt cannot be generated from.
             CacheFull: every slot of the runner is held.
         """
+        if sampling.temperature:
+            raise ValueError(f"speculate: temperature must be 0 (greedy), got {sampling.temperature}")
+        check_prompts(prompts, self.runner.weights.config.vocab_size, self.runner.max_len)
+        for row, prompt in enumerate(prompts):
+            if sampling.max_new_tokens == 0:
+                yield Token(row, None, "length")
+                continue
+            with closing(self._tokens(prompt)) as tokens:
+                for made, token in enumerate(tokens, 1):
+                    self.counts.tokens += 1
+                    finish = None
+                    if token in sampling.stop_ids:
+                        finish = "stop"
+                    elif made >= sampling.max_new_tokens:
+                        finish = "length"
+                    elif len(prompt) + made > self.runner.max_len:
+                        finish = "context"
+                    yield Token(row, token, finish)
+                    if finish:
+                        break
+
+    @torch.inference_mode()
+    def _tokens(self, prompt: Sequence[int]) -> Generator[int, None, None]:
+        """Greedy tokens without end; whoever takes them must stop at the context's."""
         runner = self.runner
-        check_prompts([prompt], runner.weights.config.vocab_size, runner.max_len)
-        if max_new_tokens < 1:
-            return
         slot, own = runner.cache.acquire(), self.cache.acquire()
+        self.counts.texts += 1
         try:
             # the model has been fed `fed` tokens, the block `drafted` of them; `streams` are those of the ones between
-            ids, fed, drafted, made = list(prompt), 0, 0, 0
+            ids, fed, drafted = list(prompt), 0, 0
             while True:
                 chunk = ids[fed : fed + runner.prefill_chunk]
                 logits, streams = self._tell(slot, chunk, fed)
@@ -87,11 +113,7 @@ class Speculator:
             while True:
                 for token in new:
                     ids.append(token)
-                    made += 1
-                    self.counts.tokens += 1
                     yield token
-                    if made >= max_new_tokens or token in stop_ids or len(ids) > runner.max_len:
-                        return
                 feed = [ids[-1], *self._propose(own, streams, ids[drafted + 1 : fed + 1], drafted)]
                 drafted = fed
                 logits, streams = self._tell(slot, feed[: runner.max_len - fed], fed)

@@ -51,6 +51,19 @@ def test_generate_streams_text(capsys):
     assert "peak" in err
 
 
+def test_drafts_change_no_text(capsys):
+    """Speculation with the embedded checkpoint's own block: ids and reasons as without, and what it gave is said."""
+    words = ("def add(a, b):", "one more", "--max-new-tokens", "12")
+    plain, drafted = document(capsys, *words), document(capsys, *words, "--draft")
+    assert drafted["rows"] == plain["rows"]
+    told = drafted["stats"]["draft"]
+    assert "draft" not in plain["stats"] and 0 <= told["acceptance"] <= 1 <= told["tokens_per_step"] <= 2
+    assert main(["generate", "x", "--max-new-tokens", "3", "--draft"]) == 0
+    assert "tokens a step" in capsys.readouterr().err
+    assert main(["generate", "x", "--draft", "--temperature", "0.5"]) == 2
+    assert "--temperature must be 0 with --draft, got 0.5" in capsys.readouterr().err
+
+
 def test_json_names_everything(capsys):
     # kernels that ran before this command are none of its own
     kernel_runs["sparse_attn"] += 1

@@ -33,7 +33,8 @@ MAY = {
     "errors": set(),
     "distributed": {"model"},
     "tiny": {"checkpoint", "config"},
-    "generate": {"checkpoint", "config", "distributed", "errors", "kvcache", "ops", "progress", "runner", "text", "tiny"},
+    "generate": {"checkpoint", "config", "distributed", "errors", "kvcache", "ops", "progress", "runner"}
+    | {"speculate", "text", "tiny"},
     "testing": {"testing", "config", "ops", "kvcache", "model"},
     "trace": {"trace"},
     # what the package knows of its kernels, a table

@@ -76,8 +76,9 @@ def test_the_text_is_the_models_own(model, wrong, length):
     text = prompt + plain_text(weights, prompt, new)
     runner = Runner(weights, max_len=400, fmt="f32")
     oracle = Oracle(runner, draft, text, WRONG[wrong])
-    stream = oracle.generate(prompt, new)
-    assert [next(stream) for _ in range(new)] == text[length:]
+    stream = oracle.generate([prompt], Sampling(new))
+    # the stream stays open, and its slot with the sequence in it
+    assert [next(stream).id for _ in range(new)] == text[length:]
     rate = oracle.counts.acceptance
     assert {"always right": rate == 1, "always wrong": rate == 0}.get(wrong, 0 < rate < 1)
     # the prompt's own step makes one token, the others the 14 that follow
@@ -101,7 +102,7 @@ def test_states_after_a_refusal_are_those_of_plain_decoding(model):
     text = prompt + plain_text(weights, prompt, 12)
     for wrong in (lambda at: 1, lambda at: at % 2):
         runner = Runner(weights, max_len=400, fmt="f32")
-        stream = Oracle(runner, draft, text, wrong).generate(prompt, 12)
+        stream = Oracle(runner, draft, text, wrong).generate([prompt], Sampling(12))
         for _ in range(12):
             next(stream)
         fed = len(text) - 1
@@ -141,7 +142,7 @@ def test_the_draft_is_the_trained_one(folder, model):
 
     runner.ops = dataclasses.replace(REFERENCE, head=head)
     speculator = Speculator(runner, draft)
-    made = list(speculator.generate(prompt, 6))
+    made = [token.id for token in speculator.generate([prompt], Sampling(6))]
     assert made == plain_text(weights, prompt, 6)
     ids = torch.tensor([prompt + made])
     with torch.no_grad():
@@ -153,18 +154,32 @@ def test_the_draft_is_the_trained_one(folder, model):
 
 
 def test_ends_as_plain_decoding_does(model):
+    """Ids and reasons of every row, whether its number, the context or a stop id ends it; slots come back."""
     weights, draft = model
-    prompt = random_ids(20)
-    text = plain_text(weights, prompt, 30, max_len=29)
-    assert list(Speculator(Runner(weights, max_len=29, fmt="f32"), draft).generate(prompt, 30)) == text
-    assert len(text) == 10
+    prompts = [random_ids(20), random_ids(9, seed=3)]
+    stop = plain_text(weights, prompts[0], 30)[3]
+    for max_len, sampling in (
+        (29, Sampling(30)),
+        (60, Sampling(30, stop_ids=(stop,))),
+        (60, Sampling(7)),
+        (60, Sampling(1)),
+        (60, Sampling(0)),
+    ):
+        runner = Runner(weights, max_len=max_len, fmt="f32")
+        speculator = Speculator(runner, draft)
+        told = sorted(speculator.generate(prompts, sampling), key=lambda token: token.row)
+        plain = sorted(runner.generate(prompts, sampling), key=lambda token: token.row)
+        assert told == plain, (max_len, sampling)
+        assert runner.cache.free_slots == speculator.cache.free_slots == 1
+
+
+def test_refuses(model):
+    weights, draft = model
     speculator = Speculator(Runner(weights, max_len=60, fmt="f32"), draft)
-    assert list(speculator.generate(prompt, 30, stop_ids=(text[3],))) == text[: text.index(text[3]) + 1]
-    assert list(speculator.generate(prompt, 0)) == []
-    # slots come back
-    assert speculator.runner.cache.free_slots == speculator.cache.free_slots == 1
     with pytest.raises(ValueError, match="prompt 0 must have at least one token, got none"):
-        list(speculator.generate([], 3))
+        list(speculator.generate([[]], Sampling(3)))
+    with pytest.raises(ValueError, match=r"speculate: temperature must be 0 \(greedy\), got 0.5"):
+        list(speculator.generate([[1]], Sampling(3, temperature=0.5)))
 
 
 def test_a_checkpoint_without_the_block_is_refused(folder, model, tmp_path):

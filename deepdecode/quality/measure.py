@@ -198,12 +198,12 @@ def speculation(weights: ModelWeights, draft: DraftWeights, choice: Choice, text
     for piece in texts:
         prompt = piece.ids[: max(1, len(piece.ids) // 2)]
         runner = runner_for(weights, choice, len(prompt) + new, choice.ops)
-        plain = [token.id for token in runner.generate([prompt], Sampling(new))]
         speculator = Speculator(runner, draft)
-        same &= list(speculator.generate(prompt, new)) == plain
+        with_drafts, plain = (list(each.generate([prompt], Sampling(new))) for each in (speculator, runner))
+        same &= with_drafts == plain
         counts = speculator.counts
         steps, proposed, accepted = steps + counts.steps, proposed + counts.proposed, accepted + counts.accepted
-        made += counts.tokens - 1
+        made += counts.tokens - counts.texts
     return {
         "texts": len(texts),
         "tokens": made,
