@@ -266,7 +266,7 @@ def layout_reason(x: torch.Tensor, *weights: torch.Tensor | None) -> str | None:
 def compile_args(
     config: Config | Gemv, kind: str, *, beside: bool = False, norm: bool = False
 ) -> tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, int]]:
-    """The kernel, its types, constants and options as `launch` passes them at the model's sizes: to compile it without a GPU."""
+    """The kernel, its types, constants and options as `launch` passes them at the model's sizes, to compile it anywhere."""
     types = {"x_ptr": "*bf16:16", "w_ptr": f"*{'bf16' if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
     types |= {"out_ptr": "*bf16:16"} | dict.fromkeys(("T", "OUT", "beside_OUT", "beside_tiles"), "i32")
     types |= {"beside_w_ptr": "*bf16:16", "beside_out_ptr": "*fp32:16"} if beside else {}

@@ -11,7 +11,7 @@ from deepdecode.kernels.codes import FP8, PLAIN, _e4m3, e8m0_float
 
 
 @triton.jit
-def _e4m3_float(codes, INTERPRET: tl.constexpr):
+def e4m3_float(codes, INTERPRET: tl.constexpr):
     """uint8 E4M3 codes -> float32, NaN too. From sm_89 on."""
     if INTERPRET:
         return _e4m3(codes.to(tl.int32))
@@ -94,7 +94,7 @@ def _rows(
             w = tl.load(w_row + at + k, mask=(at + k < K) | EVEN, other=0)
             if KIND == FP8:
                 scale = tl.load(scale_row + at // 128 + block, mask=(at + 128 * block < K) | EVEN, other=0)
-        values = _e4m3_float(w, INTERPRET) if KIND == FP8 else w.to(tl.float32)
+        values = e4m3_float(w, INTERPRET) if KIND == FP8 else w.to(tl.float32)
         column = at + 128 * block[:, None] + tl.arange(0, 128)[None, :]  # [BLOCK_K / 128, 128]
         live = (column < K) | EVEN
         # all tokens are on their way before the first sum
