@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 from training import sinkhorn as kernel
 
-F32 = 2e-6  # eighty divisions in float32
+F32 = 5e-6  # eighty divisions in float32; a GPU's are good to two units in the last place
 
 
 @pytest.mark.parametrize(("T", "iters", "scale"), [(1, 20, 1.0), (37, 20, 3.0), (70, 1, 1.0), (33, 3, 8.0)])
