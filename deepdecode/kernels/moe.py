@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.cards import Card
+from deepdecode.kernels import moe_gemv
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.launching import gluon_ready
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
@@ -459,6 +460,10 @@ def run(
     ids, weights = ids.contiguous(), weights.contiguous()
     # Triton launches on the current device
     with torch.cuda.device(x.device):
+        few = moe_gemv.covers(T, C, case.I, case.shared_I, kind, shared_kind, card.arch)
+        if few and x.is_contiguous() and x.data_ptr() % 4 == 0:
+            moe_gemv.launch(x, ids, weights, *stored, first_expert, limit, out, card.arch)
+            return None
         stream = _stream(case, card, x, *stored)
         if stream is not None:
             from deepdecode.kernels import moe_stream
