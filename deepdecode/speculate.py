@@ -10,7 +10,7 @@ position that no query from the true token on can see, and that no entry still t
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,9 +96,9 @@ class Speculator:
     def _tokens(self, prompt: Sequence[int]) -> Generator[int, None, None]:
         """Greedy tokens without end; whoever takes them must stop at the context's."""
         runner = self.runner
-        slot, own = runner.cache.acquire(), self.cache.acquire()
-        self.counts.texts += 1
-        try:
+        with ExitStack() as held:
+            slot, own = (held.enter_context(_slot(cache)) for cache in (runner.cache, self.cache))
+            self.counts.texts += 1
             # the model has been fed `fed` tokens, the block `drafted` of them; `streams` are those of the ones between
             ids, fed, drafted = list(prompt), 0, 0
             while True:
@@ -124,9 +124,6 @@ class Speculator:
                 self.counts.accepted += agreed
                 new = told if agreed else told[:1]
                 fed, streams = fed + len(new), streams[: len(new)]
-        finally:
-            runner.cache.release(slot)
-            self.cache.release(own)
 
     def _tell(self, slot: int, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
         """Feed consecutive tokens to the model: logits [T, V] and streams [T, 4, C] behind each."""
@@ -155,6 +152,15 @@ class Speculator:
     def _greedy(self, logits: Tensor) -> list[int]:
         zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return self.runner.ops.sample(logits, zeros.double(), zeros.double() + 1, zeros, zeros).tolist()
+
+
+@contextmanager
+def _slot(cache: KVCache) -> Iterator[int]:
+    slot = cache.acquire()
+    try:
+        yield slot
+    finally:
+        cache.release(slot)
 
 
 def _written(last: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]) -> Tensor:

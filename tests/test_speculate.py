@@ -9,6 +9,7 @@ import torch
 from small_checkpoint import PLAIN
 
 from deepdecode.checkpoint import CheckpointError, load_draft, load_model, open_checkpoint, seeded_tensors, write_checkpoint
+from deepdecode.kvcache import CacheFull
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.runner import Runner, Sampling
 from deepdecode.speculate import Speculator
@@ -156,12 +157,12 @@ def test_the_draft_is_the_trained_one(folder, model):
 def test_ends_as_plain_decoding_does(model):
     """Ids and reasons of every row, whether its number, the context or a stop id ends it; slots come back."""
     weights, draft = model
-    prompts = [random_ids(20), random_ids(9, seed=3)]
-    stop = plain_text(weights, prompts[0], 30)[3]
+    prompts = [random_ids(20), random_ids(17, seed=3)]
+    stop = plain_text(weights, prompts[0], 9)[3]
     for max_len, sampling in (
-        (29, Sampling(30)),
-        (60, Sampling(30, stop_ids=(stop,))),
-        (60, Sampling(7)),
+        (25, Sampling(9)),
+        (60, Sampling(9, stop_ids=(stop,))),
+        (60, Sampling(5)),
         (60, Sampling(1)),
         (60, Sampling(0)),
     ):
@@ -171,6 +172,20 @@ def test_ends_as_plain_decoding_does(model):
         plain = sorted(runner.generate(prompts, sampling), key=lambda token: token.row)
         assert told == plain, (max_len, sampling)
         assert runner.cache.free_slots == speculator.cache.free_slots == 1
+
+
+def test_a_text_that_is_refused_holds_no_slot(model):
+    """A second text while the first is being made: refused, and the slots that are free stay free."""
+    weights, draft = model
+    runner = Runner(weights, max_len=60, slots=2, fmt="f32")
+    speculator = Speculator(runner, draft)
+    first = speculator.generate([random_ids(5)], Sampling(9))
+    next(first)
+    with pytest.raises(CacheFull, match="all 1 slots are taken"):
+        next(speculator.generate([random_ids(6)], Sampling(9)))
+    assert runner.cache.free_slots == 1
+    first.close()
+    assert runner.cache.free_slots == 2 and speculator.cache.free_slots == 1
 
 
 def test_refuses(model):
