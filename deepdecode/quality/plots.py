@@ -29,6 +29,7 @@ def plot_quality(document: dict[str, Any], path: Path) -> Path:
         right.set_ylabel("score of the chosen entries that is lost")
         if right.lines:
             right.set_xscale("log", base=2)
+            right.set_xticks(document["contexts"], labels=[str(context) for context in document["contexts"]])
             right.legend(fontsize=7)
         target = path.with_name(path.stem + ".png")
         # no version inside: the same rows give the same file
