@@ -180,18 +180,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     commit, bandwidth, start = options.commit or current_commit(), copy_bandwidth(), time.monotonic()
     rows: list[dict[str, Any]] = []
-    for T in options.tokens:
-        for case in SETS:
-            for name in IMPLEMENTATIONS if options.peers else ("deepdecode",):
-                if time.monotonic() - start > options.seconds:
-                    continue
-                row = measure(case, T, name, bandwidth, 0.03)
-                rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-                _say(rows[-1])
     name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
     command = "python -m deepdecode.bench.linear" + (" --peers" if options.peers else "")
-    path = options.out / name / "linear.json"
-    write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
+    if tuple(options.tokens) != TOKENS:
+        command += " --tokens " + " ".join(map(str, options.tokens))
+    for T in options.tokens:
+        for case in SETS:
+            for implementation in IMPLEMENTATIONS if options.peers else ("deepdecode",):
+                if time.monotonic() - start > options.seconds:
+                    continue
+                row = measure(case, T, implementation, bandwidth, 0.03)
+                rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+                _say(rows[-1])
+        # what a run that is stopped has measured is not lost
+        path = options.out / name / "linear.json"
+        write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
     return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
 
 
