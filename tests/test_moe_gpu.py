@@ -89,6 +89,14 @@ def test_streams_in_every_form(stage):
         assert worst_row_err(out, want) < MAX_ROW_ERR
 
 
+@pytest.mark.parametrize(("C", "I", "shared_I"), [(1536, 384, 384), (3072, 1024, 512), (512, 128, 384)])
+def test_widths_that_are_no_power_of_two(C, I, shared_I):
+    """Tokens come to shared memory a piece at a time there."""
+    w = random_experts(12, C, I, shared_I, device="cuda")
+    for T in (1, 20):
+        check(inputs(T, C), *random_routes(T, 12, 6, device="cuda", seed=T), w)
+
+
 @pytest.mark.parametrize("power", [-30, -15, 15])
 def test_scales_far_from_one(power):
     """Weights of w13 and w2 in units of 2**power and 2**-power, beside a shared expert that adds nothing."""

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from deepdecode.kernels import moe as kernel  # noqa: E402
-from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, supports  # noqa: E402
+from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, plan_stream, supports  # noqa: E402
 
 FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 there
 LIMIT = 10.0
@@ -122,6 +122,26 @@ def test_plans_fit_every_card():
                     # FP8 scales stand for 128 columns, and a warp has 16 rows at least
                     assert tile.block_k <= 128 and tile.slices in (1, tile.num_warps)
                     assert tile.rows * tile.slices >= 16 * tile.num_warps
+
+
+def test_streams_where_their_tiles_divide_the_experts():
+    """V4-Flash's whole, an eighth of each, wider and small ones; and the sizes, types and cards that take the other launches."""
+    h200 = find_card("H200")
+    for T in (1, 16, 64, 128):
+        for E, C, I, shared_I in ((256, 4096, 2048, 2048), (256, 4096, 256, 256), (80, 7168, 3072, 3072), (64, 256, 128, 384)):
+            config = plan_stream(Case(T, 6, E, C, I, shared_I), h200)
+            assert config.block_t == 8 and config.shared_t == (8 if T <= 8 else 16)
+            for stage, each, columns, rows in ((config.w13, 1, (C,), (I, shared_I)), (config.w2, 2, (I, shared_I), (C,))):
+                assert stage.slices * stage.warps in (2, 4)
+                assert all(K % (128 * stage.slices * stage.depth) == 0 for K in columns)
+                assert all(count % (16 * each * stage.warps) == 0 for count in rows)
+    # rows of their own for the warps where every program has several tiles, else slices
+    assert plan_stream(Case(64, 6, 256, 4096, 2048, 2048), h200).w13.slices == 1
+    assert plan_stream(Case(4, 6, 256, 4096, 2048, 2048), h200).w13.slices == 4
+    some = Case(1, 6, 256, 4096, 2048, 2048)
+    for change in ({"weight": "fp8"}, {"shared": "bfloat16"}, {"C": 4096 + 64}, {"I": 2048 + 32}, {"T": 1024}):
+        assert plan_stream(replace(some, **change), h200) is None
+    assert plan_stream(some, find_card("A100")) is None and plan_stream(some, find_card("B200")) is None
 
 
 @pytest.mark.parametrize(
