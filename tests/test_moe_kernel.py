@@ -125,7 +125,7 @@ def test_plans_fit_every_card():
 
 
 def test_streams_where_their_tiles_divide_the_experts():
-    """V4-Flash's whole, an eighth of each, wider and small ones; and the sizes, types and cards that take the other launches."""
+    """V4-Flash's whole, an eighth of each, wider and small ones; sizes, types and cards that take the other launches."""
     h200 = find_card("H200")
     for T in (1, 16, 64, 128):
         for E, C, I, shared_I in ((256, 4096, 2048, 2048), (256, 4096, 256, 256), (80, 7168, 3072, 3072), (64, 256, 128, 384)):
