@@ -116,9 +116,10 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
     compiled, sass = compiler.submit(build, arch, name, kind, config).result()
     assert compiled.shared <= SHARED_LIMIT[arch]
     if isinstance(config, linear_plan.Gemv):
-        # 16 warps and more fit an SM; tiles of codes and of tokens have one layout, so none passes through shared memory
+        # 4 KB of weights in flight for each warp, of which so many fit an SM; tiles of codes and of tokens have one layout, so
+        # none passes through shared memory
         assert compiled.local == 0
-        assert 65536 // (compiled.registers * 32) >= 16
+        assert 65536 // (compiled.registers * 32) >= (16 if config.tokens == 1 else 12)
         assert compiled.shared <= 1024
         assert "MMA" not in sass
         if config.pdl and kind == "fp8" and "beside" not in name:

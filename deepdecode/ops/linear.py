@@ -1,4 +1,8 @@
-"""Products with stored weights: widened exactly, accumulated in float32, rounded once (W8A16, W4A16)."""
+"""Products with stored weights: widened exactly, accumulated in float32, rounded once (W8A16, W4A16).
+
+From sm_90 on, a product of one or two tokens reads its weights while the launch in front of it still runs: that one must not be
+what writes them.
+"""
 
 import torch
 
