@@ -10,6 +10,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TOKENS = (1, 8, 16, 64, 128)
 CONCURRENCY = (1, 16, 64)
+# a run of the kernels that ship, cut short: the table's run is of kernels before them
+LATER = "tp8_4fc698c"
 WHO = (
     "deepdecode",
     "deepdecode portable",
@@ -51,7 +53,7 @@ def attention() -> str:
 def ladder() -> str:
     """The campaign on a whole decode step; every ratio names what it is over."""
     folder = ROOT / "results" / "h200"
-    tp8, dp8 = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8"))
+    tp8, dp8, later = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8", LATER))
     rungs = tp8["rungs"]
     yardsticks = [name for name in rungs if rungs[name]["yardstick"]]
     head = ["C", "rung", "tokens/s", *(f"over rung {name}" for name in yardsticks), "over the rung below"]
@@ -67,7 +69,7 @@ def ladder() -> str:
             cells = [str(at), f"{name}: {rungs[name]['title']}", f"{row['tokens_per_s']:.1f}", *over]
             cells += [f"{attention['ms']:.2f}", f"{100 * attention['share']:.1f} %", f"{profile['launches']:.0f}"]
             lines.append("| " + " | ".join([*cells, f"{row['times_floor']:.1f}"]) + " |")
-    top = [name for name in rungs if not rungs[name]["beside"]][-1]
+    top = [name for name in dp8["rungs"] if not dp8["rungs"][name]["beside"]][-1]
     named = "; ".join(f"rung {name} mirrors {rungs[name]['yardstick']}" for name in yardsticks)
     ours = ", ".join(_over(dp8, top, "0", at) for at in CONCURRENCY)
     levels = ", ".join(map(str, CONCURRENCY))
@@ -78,8 +80,28 @@ def ladder() -> str:
         f"collectives left out ({tp8['date']}, `{tp8['command']}`); {named}. From rung {yardsticks[0]} to rung 2 it is "
         f"{first} at C = {levels}; the first campaign, on eight RTX PRO 6000 with collectives, saw 1.96x, 2.12x, 2.09x. "
         f"On the other slice, dp8ep8, rung {top} over rung 0 is {ours}.{_missing(tp8)}",
+        "",
+        _later(later, top),
     ]
     return "\n".join(lines)
+
+
+def _later(result: dict, top: str) -> str:
+    """The top rung of a run that was cut short after the yardstick's first rows."""
+    rows = {(row["rung"], row["concurrency"]): row for row in result["rows"] if "us_warm" in row}
+    yardstick = next(name for name, rung in result["rungs"].items() if rung["yardstick"])
+    found = [rows[top, at] for at in CONCURRENCY]
+    levels = ", ".join(map(str, CONCURRENCY))
+    speeds = ", ".join(f"{row['tokens_per_s']:.1f}" for row in found)
+    floors = ", ".join(f"{row['times_floor']:.1f}" for row in found)
+    launches = ", ".join(str(row["graph_launches"]) for row in found)
+    reached = [at for at in CONCURRENCY if (yardstick, at) in rows]
+    over = " and ".join(_over(result, top, yardstick, at) for at in reached)
+    return (
+        f"Rung {top}, {result['rungs'][top]['title']}, came after this table: {speeds} tokens/s at C = {levels} on tp8, "
+        f"{floors} times the floor, {launches} launches; {over} over rung {yardstick} of the same run at "
+        f"C = {' and '.join(map(str, reached))}, where that run ended (`results/h200/ladder-{LATER}.json`)."
+    )
 
 
 def _missing(result: dict) -> str:
