@@ -1,6 +1,7 @@
 """The ladder end to end on a small slice: what a row holds, what fails without stopping the rest, what a second run keeps."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from small_traces import kineto, schedule
 
 from deepdecode.ladder.campaign import Plan, climb, known, rungs_told, trace_path
 from deepdecode.ladder.command import Request, run
-from deepdecode.ladder.entries import compared, entry_gates
+from deepdecode.ladder.entries import FLOAT64, compared, entry_gates
 from deepdecode.ladder.gates import CLEAR, Gate, LogitsGate, step_gates
 from deepdecode.ladder.instruments import Instruments
 from deepdecode.ops.reference import REFERENCE
@@ -447,6 +448,26 @@ def test_entry_gates_see_what_is_written(small):
     gates = entry_gates_of(small, replace(REFERENCE, attn_prepare=loud))
     assert gates["rows written against float64"].error > 0.1
     assert "compressed row of attn_prepare" in gates["rows written against float64"].note
+
+
+def test_float64_looks_for_no_kernel(monkeypatch):
+    """Nothing is said of kernels that float64 has not, in strict mode neither."""
+    seen = []
+
+    class Weights:
+        @property
+        def hc(self):
+            seen.append(os.environ.get("DEEPDECODE_REFERENCE"))
+            raise KeyError("enough")
+
+    monkeypatch.delenv("DEEPDECODE_REFERENCE", raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("DEEPDECODE_REFERENCE", before)
+        with pytest.raises(KeyError, match="enough"):
+            FLOAT64.head(None, torch.zeros(1, 4, 8), None, None, Weights(), SMALL)
+        assert os.environ.get("DEEPDECODE_REFERENCE") == before
+    assert seen == ["1", "1"]
 
 
 def test_entry_gates_take_views(small):

@@ -4,7 +4,9 @@ A step run freely cannot tell: a router's near tie tips on one rounding, another
 steps see different inputs. Here every entry is handed what the other table's step hands it.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -205,6 +207,20 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+@contextlib.contextmanager
+def _by_reference() -> Iterator[None]:
+    """No kernel is looked for: float64 has none, which would be said call by call."""
+    before = os.environ.get("DEEPDECODE_REFERENCE")
+    os.environ["DEEPDECODE_REFERENCE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DEEPDECODE_REFERENCE"]
+        else:
+            os.environ["DEEPDECODE_REFERENCE"] = before
+
+
 def _float64() -> Ops:
     """The reference table in float64 on whatever it is handed; weights are widened as they are stored."""
     from deepdecode.ops.attention import sparse_attn_ref
@@ -238,7 +254,15 @@ def _float64() -> Ops:
     special = {"attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
     # what only looks up or draws has no precision of its own
     same = {"embed": REFERENCE.embed, "sample": REFERENCE.sample}
-    table: dict[str, Any] = {entry: special.get(entry) or same.get(entry) or plain(entry) for entry in ENTRIES}
+
+    def referred(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with _by_reference():
+                return function(*args, **options)
+
+        return run
+
+    table: dict[str, Any] = {entry: referred(special.get(entry) or same.get(entry) or plain(entry)) for entry in ENTRIES}
     return Ops(**table)
 
 
