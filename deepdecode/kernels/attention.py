@@ -10,10 +10,10 @@ A tile holds keys of one set only, so what differs between the sets is chosen on
 instructions that every thread of the row does: handed on, it would cost two barriers for each layout that needs it. Keys are
 cut by the widths of the index lists, so that indices come without waiting for the lengths.
 
-Arithmetic is float16 with float32 sums where that is exact: scales from 2**-15 to 1, rope values under 2**16 and |q| under
-2**15. Whatever else a row holds is widened to NaN; a program that ends with one does its keys again in bfloat16, which holds
-every row and is slower. E4M3 codes are converted by the arch's instruction, or placed into float16 bits by integer arithmetic
-where it has none (sm_80, sm_86). A NaN code reads NaN in both.
+Arithmetic is float16 with float32 sums where that is exact: scales from 2**-15 to 1, |q| and rope values under 2**16 (under
+2**-17 they lose bits, beside codes that a quantiser brings to 2**-7 at least with such a scale). Whatever else there is becomes
+NaN; a program that ends with one does its keys again in bfloat16, which holds all and is slower. E4M3 codes are converted by
+the arch's instruction, or placed into float16 bits by integers where it has none (sm_80, sm_86). A NaN code reads NaN in both.
 
 The FP8 products of sm_89 and sm_120 are not used. They would want Q and P in E4M3, whose 4 bits are an error of 2e-2 against
 the bound of 2.5e-3. Two such terms for each hold it, at as many products as float16 takes, and no instruction hands bytes to
