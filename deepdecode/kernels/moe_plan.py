@@ -100,12 +100,11 @@ class Stage:
     shared_depth: int = 1
     per_sm: int = 2
     registers: int = 128
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class Stream:
-    """block_t pairs of an expert, or shared_t tokens of the shared one, at a time.
+    """block_t pairs of an expert, 8, or shared_t tokens of the shared one, 8 or 16, at a time.
 
     cost: of a tile of the shared expert, where one of a routed expert is 1.
     """

@@ -292,48 +292,6 @@ def _swiglu(gate, up, limit):
 
 
 @gluon.jit
-def _bring(at, live):
-    """Have L2 fetch what lies at these addresses, long before it is loaded."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [at, live],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _bring_step(w_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
-                S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
-    """The lines of a step: all of what it reads of a row lies in one place."""
-    M: gl.constexpr = 16 * WM
-    ROW: gl.constexpr = K // 2 if FP4 else K
-    BYTES: gl.constexpr = (64 if FP4 else 128) * S
-    LINES: gl.constexpr = max(1, BYTES // 128)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [S * WM, 1], [1, 0])
-    J: gl.constexpr = K // (128 * S)
-    m = gl.arange(0, 2 * M, layout=gl.SliceLayout(1, LAYOUT))
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT))
-    row = base + step // J * (M if GATED else 2 * M) + gl.where(m < M, m, m + ((OUT - M) if GATED else 0))
-    at = w_ptr.to(gl.int64) + step % J * BYTES + row.to(gl.int64)[:, None] * ROW + (line * 128)[None, :]
-    _bring(at, ((at * 0).to(gl.int32) + step < steps).to(gl.int32))
-
-
-@gluon.jit
-def _bring_scales(scale_ptr, base, turn, tiles, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr,
-                  S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
-    """The lines of a tile's scales, which all its steps share."""
-    M: gl.constexpr = 16 * WM
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [S * WM], [0])
-    m = gl.arange(0, 2 * M, layout=LAYOUT)
-    row = base + turn * (M if GATED else 2 * M) + gl.where(m < M, m, m + ((OUT - M) if GATED else 0))
-    at = scale_ptr.to(gl.int64) + row.to(gl.int64) * (K // 32)
-    _bring(at, ((at * 0).to(gl.int32) + turn < tiles).to(gl.int32))
-
-
-@gluon.jit
 def _step(w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
           S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
     """What one step takes of the two halves of a tile."""
@@ -361,20 +319,21 @@ def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GA
 def _tiles(
     buffers, in_ptr, in_row, live, weight, w_ptr, scale_ptr, out_ptr, out_row, limit, base, tiles,
     K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr, S: gl.constexpr,
-    WM: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr, VALUES: gl.constexpr,
+    WM: gl.constexpr, DEPTH: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Some tiles of an expert's rows for NT tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
     M: gl.constexpr = 16 * WM
     J: gl.constexpr = K // (128 * S)
     PIECE: gl.constexpr = _piece(K, NT, VALUES)
     PIECE_STEPS: gl.constexpr = PIECE // (128 * S)
-    gl.static_assert(K % PIECE == 0 and J % DEPTH == 0)
+    gl.static_assert(K % PIECE == 0 and J % DEPTH == 0, "the steps must divide the columns")
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, WM, 1], instr_shape=[1, 16, 8])
     SUM: gl.constexpr = gl.SliceLayout(0, MMA)
     TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S * WM, 1], [1, 0])
     # 64 values a thread at a time, or 32
     KC: gl.constexpr = min(PIECE, (2048 if FP4 else 1024) * S * WM // NT)
+    gl.static_assert(PIECE_STEPS > 0 and KC >= 128, "so many tokens at a time need a program of more warps or fewer slices")
     memory = gl.allocate_shared_memory(gl.bfloat16 if FP4 else gl.float16, [PIECE_STEPS, S, NT, 128], TILE)
     start = in_ptr + gl.convert_layout(in_row, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
     started = gl.convert_layout(live, gl.SliceLayout(1, LOADED))
@@ -389,8 +348,6 @@ def _tiles(
     m = gl.arange(0, M, layout=gl.SliceLayout(1, SUM))
     at = out_ptr + (n.to(gl.int64) * OUT)[None, :] + m[:, None]
     for turn in range(tiles):
-        if AHEAD > 0 and FP4:
-            _bring_scales(scale_ptr, base, turn + 1, tiles, K, OUT, GATED, S, WM)
         acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
         for step in range(0, J, DEPTH):
@@ -402,9 +359,6 @@ def _tiles(
                 acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
                 acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
                 ahead = turn * J + step + d + DEPTH
-                # a line is what two steps read where K is not split
-                if AHEAD > 0 and (d % 2 == 0 or S > 1 or not FP4):
-                    _bring_step(w_ptr, base, ahead + AHEAD, tiles * J, K, OUT, GATED, FP4, S, WM)
                 more = (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
                 buffers = buffers[1:] + more
         sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
@@ -456,7 +410,6 @@ def experts_kernel(
     WM: gl.constexpr,
     DEPTH: gl.constexpr,
     SHARED_DEPTH: gl.constexpr,
-    AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out [pairs, OUT] and shared_out [T, SHARED_OUT], of in [T or pairs, K] and shared_in [T, SHARED_K].
@@ -492,15 +445,12 @@ def experts_kernel(
         buffers = _ahead(
             shared_ptr, shared_scale_ptr, base, SHARED_J, SHARED_K, SHARED_OUT, GATED, False, S, WM, SHARED_DEPTH
         )  # fmt: skip
-        if AHEAD > 0:
-            for step in range(SHARED_DEPTH, SHARED_DEPTH + AHEAD):
-                _bring_step(shared_ptr, base, step, SHARED_J, SHARED_K, SHARED_OUT, GATED, False, S, WM)
         if PDL and not GATED:
             grid_wait()
         t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
         _tiles(
             buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
-            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, AHEAD, VALUES,
+            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, VALUES,
         )  # fmt: skip
     unit = gl.maximum(begin - shared_cost, 0)
     end -= shared_cost
@@ -517,10 +467,6 @@ def experts_kernel(
         count = 1
         while count > 0:
             buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
-            if AHEAD > 0:
-                _bring_scales(scale, base, 0, tiles, K, OUT, GATED, S, WM)
-                for step in range(DEPTH, DEPTH + AHEAD, 2 if S == 1 else 1):
-                    _bring_step(w, base, step, tiles * J, K, OUT, GATED, True, S, WM)
             pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, NT, IDS, TOKENS)
             live = number < count
             after = gl.max(pair, 0)
@@ -529,7 +475,7 @@ def experts_kernel(
             weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
             _tiles(
                 buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
-                K, OUT, GATED, True, NT, S, WM, DEPTH, AHEAD, VALUES,
+                K, OUT, GATED, True, NT, S, WM, DEPTH, VALUES,
             )  # fmt: skip
             count -= NT
         unit += tiles
@@ -542,7 +488,7 @@ def _constants(gated: bool, pairs: int, E: int, C: int, I: int, shared_I: int, c
     return dict(zip(("K", "OUT", "SHARED_K", "SHARED_OUT"), sizes, strict=True)) | {
         "GATED": gated, "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
         "NT": config.block_t, "SHARED_NT": config.shared_t, "S": stage.slices, "WM": stage.warps, "DEPTH": stage.depth,
-        "SHARED_DEPTH": stage.shared_depth, "AHEAD": stage.ahead, "PDL": config.pdl,
+        "SHARED_DEPTH": stage.shared_depth, "PDL": config.pdl,
     }  # fmt: skip
 
 
