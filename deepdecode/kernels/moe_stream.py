@@ -2,9 +2,9 @@
 
 A lane loads 16 bytes of a row, one block of 32 codes under one scale, DEPTH steps ahead. A word of 8 codes is what mma.sync
 takes of a lane in two instructions: a product does not ask for the order of its columns, only for the same on both sides, and
-the tokens are stored to shared memory in that order, once. So weights pass through no shared memory, and no barrier stands in
-the loop. 8 codes cost 17 instructions: two copies of a pair's bits come to their places by one multiplication, and one with
-the block's scale makes bfloat16 of it, exactly.
+the tokens are stored to shared memory in that order, once. So weights pass through no shared memory. 8 codes cost 17
+instructions: two copies of a pair's bits come to their places by one multiplication, and one with the block's scale makes
+bfloat16 of it, exactly.
 
 `experts_kernel` with GATED gives h = silu(gate) * up * routing weight of every (token, expert) pair, without it the pair's
 output in float32; `kernels.moe.combine` sums those. Its programs stay on the card: each finds the experts that any token
