@@ -189,6 +189,7 @@ def one_by_one(runner, slot, ids, start=0):
     return torch.cat([runner.decode([slot], [token], [start + i]) for i, token in enumerate(ids)])
 
 
+@pytest.mark.slow
 def test_decode_equals_prefill_through_600_tokens(plain):
     ids = random_ids(600)
     runner = Runner(plain, max_len=600, slots=2, fmt="f32")
@@ -198,7 +199,7 @@ def test_decode_equals_prefill_through_600_tokens(plain):
     assert max(rel_err(x, y) for x, y in zip(steps, whole, strict=True)) < ORDER_ERR
 
 
-@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("ratio", [0, pytest.param(4, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_decode_equals_prefill_for_one_layer_kind(ratio, tmp_path):
     config = dataclasses.replace(PLAIN, num_layers=2, compress_ratios=(ratio, ratio))
     write_checkpoint(tmp_path / "m", config, seeded_tensors(config, 5, quantized=False))
@@ -218,7 +219,9 @@ def test_chunked_prefill_equals_whole(plain, chunk):
 
 
 # Prompts around every boundary: the window, both ratios, and the overlap of ratio 4
-@pytest.mark.parametrize(("fmt", "lengths"), [("f32", (1, 3, 4, 5, 127, 128, 129)), ("bf16", (4, 129))])
+@pytest.mark.parametrize(
+    ("fmt", "lengths"), [pytest.param("f32", (1, 3, 4, 5, 127, 128, 129), marks=pytest.mark.slow), ("bf16", (4, 129))]
+)
 def test_a_prompt_continues_in_decode(plain, fmt, lengths):
     for n in lengths:
         ids = random_ids(n + 9, seed=n)

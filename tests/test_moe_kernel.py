@@ -63,13 +63,14 @@ def test_interpreted_matches_reference(kind, shared, T, E, k, C, I, shared_I):
     check(8 * torch.randn(T, C), *random_routes(T, E + 3, k), w)
 
 
+@pytest.mark.slow
 def test_programs_may_take_several_tiles_of_rows():
     w = random_experts(5, 160, 96, 64, first=2)
     x, (ids, weights) = torch.randn(9, 160), random_routes(9, 7, 3)
     assert same_bits(check(x, ids, weights, w, TURNS), run(x, ids, weights, w, Config(SLICES, BLOCKS, 8, 8)))
 
 
-@pytest.mark.parametrize("config", [SMALL, TURNS], ids=["small", "turns"])
+@pytest.mark.parametrize("config", [SMALL, pytest.param(TURNS, marks=pytest.mark.slow)], ids=["small", "turns"])
 def test_hostile_routes(config):
     w = random_experts(9, 64, 32, 32, first=4)
     run = functools.partial(run_with, config)
