@@ -270,12 +270,19 @@ def registered(code="", **environment):
     return done.stderr.splitlines(), set(done.stdout.split())
 
 
-def test_the_entry_point_is_light():
-    """vLLM loads it in processes that have no use for torch's kernels; without vLLM it says so and changes nothing."""
+@pytest.mark.parametrize("environment", [{}, {"DEEPDECODE_VLLM": ALL, "DEEPDECODE_ENABLE": "0"}], ids=["default", "disabled"])
+def test_the_entry_point_is_light(environment):
+    """vLLM loads it in processes that have no use for torch's kernels: what is off imports nothing."""
+    (line,), loaded = registered(**environment)
+    assert not {"torch", "triton", "numpy", "vllm"} & loaded
+    assert ": off: " in line and ": on: " not in line
+
+
+@pytest.mark.skipif(folder("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_entry_point_says_so():
     (line,), loaded = registered(DEEPDECODE_VLLM=ALL)
     assert not {"torch", "triton", "numpy", "vllm"} & loaded
-    if folder("vllm") is None:
-        assert line == f"deepdecode in vLLM of unknown version: off: {ALL.replace(',', ', ')}: it is not installed"
+    assert line == f"deepdecode in vLLM of unknown version: off: {ALL.replace(',', ', ')}: it is not installed"
 
 
 # a package that stands for vLLM: its registry, which keeps what it is given, and no source that we know
