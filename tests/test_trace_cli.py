@@ -401,10 +401,12 @@ def test_errors_are_one_sentence(run, argv, words):
     assert len(err.split("\n\nhint: ")[0].splitlines()) == 1
 
 
-def test_bad_allow(run, before, after):
-    code, _, err = run("compare", before, after, "--allow", "everything")
+@pytest.mark.parametrize("word", ["everything", "no-gpu-work"])  # without work there is nothing to accept
+def test_bad_allow(run, before, after, word):
+    code, _, err = run("compare", before, after, "--allow", word)
     assert code == 2
-    assert "compare: allow must be one of same-file, no-gpu-work" in err
+    assert "compare: allow must be one of same-file, capture" in err
+    assert err.splitlines()[0].endswith(f"got {word}")
 
 
 @pytest.mark.parametrize("command", ["profile", "compare", "advise"])

@@ -8,7 +8,7 @@ from made_profiles import profile
 
 from deepdecode.trace import html
 from deepdecode.trace.advise import advise
-from deepdecode.trace.compare import REFUSALS, compare
+from deepdecode.trace.compare import ACCEPTABLE, compare
 from deepdecode.trace.findings import entry
 from deepdecode.trace.model import CATEGORIES
 from deepdecode.trace.render import clean, code_span, markdown, plain
@@ -48,7 +48,7 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 @quick
 @given(PROFILES, PROFILES)
 def test_verdicts_never_contradict_the_numbers(a, b):
-    comparison = compare([a, b], ["x", "y"], allow=list(REFUSALS))
+    comparison = compare([a, b], ["x", "y"], allow=list(ACCEPTABLE))
     verdict = comparison.verdicts[0]
     before, after = comparison.runs[0].step_ns, comparison.runs[1].step_ns
     assert verdict.word != "refused"

@@ -38,6 +38,7 @@ REFUSALS = {
     "precision-mismatch": "the matrix products run in different precisions",
     "profiler-overhead": "the kernels take the same time and only the gaps differ",
 }
+ACCEPTABLE = tuple(code for code in REFUSALS if code != "no-gpu-work")  # without work there is no ratio to give a verdict on
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def compare(profiles: Sequence[Profile], labels: Sequence[str], allow: Sequence[
     Args:
         profiles: two or more.
         labels: one distinct name each.
-        allow: codes of REFUSALS that the user accepts; their flags stay, as warnings.
+        allow: codes of ACCEPTABLE that the user accepts; their flags stay, as warnings.
 
     Raises:
         ValueError: fewer than two profiles, labels that do not fit, or an unknown code.
@@ -170,10 +171,10 @@ def compare(profiles: Sequence[Profile], labels: Sequence[str], allow: Sequence[
 
 
 def check_allow(allow: Sequence[str]) -> None:
-    """ValueError unless every code is one of REFUSALS."""
+    """ValueError unless every code is one of ACCEPTABLE."""
     for code in allow:
-        if code not in REFUSALS:
-            raise ValueError(f"compare: allow must be one of {', '.join(REFUSALS)}, got {code}")
+        if code not in ACCEPTABLE:
+            raise ValueError(f"compare: allow must be one of {', '.join(ACCEPTABLE)}, got {code}")
 
 
 def _accept(flag: Flag) -> Flag:
@@ -508,7 +509,7 @@ def _verdict(runs: Sequence[Run], flags: Sequence[Flag], before: int, after: int
     if reasons:
         why = "; ".join(flag.text for flag in reasons)
         return Verdict(before, after, "refused", ratio, f"{pair}: no verdict, because {why}")
-    assert ratio is not None  # no GPU work refuses
+    assert ratio is not None  # without GPU work it is refused, whatever is allowed
     word = {-1: "faster", 0: "no change", 1: "slower"}[moved(a.step_ns, b.step_ns, _noise(a, b), _few(a, b))]
     said = word
     if _unclear(a, b):
