@@ -3,6 +3,8 @@
 Window pages of 256 tokens with SGLang's stride, compressed pages of 64 or 2, windows that run on in their pages, and a last row
 that pads the batch. Each of our hooks runs around SGLang's function (from its wheel, in $DEEPDECODE_PEERS, where there is one),
 is checked against float64, then captured, fed other inputs and replayed, and checked again; and only then timed.
+
+What tells most comes first, so that a run that is cut has it; --resume goes on where one stopped.
 """
 
 import argparse
@@ -34,8 +36,14 @@ Tensor = torch.Tensor
 DEVICE = "cuda"
 WINDOW, WINDOW_PAGE = 128, 256
 # ratio, keys and page of the compressed set: 512 chosen of any context, 64 at 8k tokens, 1024 at 128k
-SETS = ((0, 0, 64), (4, 512, 64), (128, 64, 2), (128, 1024, 2))
-TOKENS, ROTATED = (1, 8, 16, 64), (1, 16, 64)
+SETS = ((4, 512, 64), (128, 1024, 2), (0, 0, 64), (128, 64, 2))
+# tokens of a step; and of those that are timed past L2 too, for which one token takes thousands of calls
+TOKENS, ROTATED = (1, 8, 16, 64), (16, 64)
+# of what is measured first: tokens, and tokens and entries of the indexer
+FIRST, INDEXED = (1, 64, 16, 8), ((1, 32768), (64, 2048), (16, 2048), (16, 32768), (1, 2048))
+# tokens; experts, their input and their width: an eighth of each of V4-Flash's
+ROUTED, EXPERTS = (1, 16), (256, 4096, 256)
+HIDDEN = 4096
 # bfloat16 output; hyper-connections' gates are kept to 16 bits
 MAX_ERR = {"attention": 3e-3, "mhc": 4e-3, "moe": 4e-3}
 OURS = "deepdecode through the hook"
@@ -71,7 +79,7 @@ def attention_cells(with_peers: bool) -> list[Cell]:
                 seconds = {OURS: 0.1, **({"SGLang, triton": 0.03} if with_peers and (T in (1, 64) or ratio == 4) else {})}
                 cells += [_attention(row, name, _sm120, heads, keys, page, limit) for name, limit in seconds.items()]
             row = {"boundary": "flash_mla_with_kvcache", "H": OWN_HEADS, "padded": PADDED, **sizes}
-            hopper = with_peers and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+            hopper = with_peers and torch.cuda.get_device_capability()[0] == 9
             names = (OURS, "FlashMLA") if hopper else (OURS,)
             cells += [_attention(row, name, _flash_mla, PADDED, keys, page, 0.1) for name in names]
     return cells
@@ -89,7 +97,7 @@ def _attention(row: dict[str, Any], name: str, call_of: Any, heads: int, keys: i
         return [call_of(inputs, hook=hook) for inputs in past_l2(T, heads, keys, page)]
 
     # SGLang's Triton kernel takes as long whatever L2 holds
-    slow = name == "SGLang, triton" or (call_of is _sm120 and T not in ROTATED)
+    slow = name == "SGLang, triton" or T not in ROTATED
     return Cell(row | {"implementation": name}, make, MAX_ERR["attention"], seconds, None if slow else rotated)
 
 
@@ -194,7 +202,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 def indexer_cells() -> list[Cell]:
     cells = []
-    for T, entries in ((1, 2048), (16, 2048), (64, 2048), (1, 32768), (16, 32768)):
+    for T, entries in INDEXED:
         row = {"boundary": "fp8_paged_mqa_logits and topk_transform_paged", "implementation": OURS, "T": T, "entries": entries}
         cells.append(Cell(row, _indexer(T, entries), index_bench.MAX_GAP))
     return cells
@@ -226,7 +234,7 @@ def _indexer(T: int, entries: int) -> Callable[[int], Any]:
 
 
 def mhc_cells() -> list[Cell]:
-    rows = ({"boundary": "apply_mhc_post_pre_boundary", "implementation": OURS, "T": T, "C": 4096} for T in TOKENS)
+    rows = ({"boundary": "apply_mhc_post_pre_boundary", "implementation": OURS, "T": T, "C": HIDDEN} for T in TOKENS)
     return [Cell(row, _mhc(row["T"], row["C"]), MAX_ERR["mhc"]) for row in rows]
 
 
@@ -261,12 +269,12 @@ def _mhc(T: int, C: int) -> Callable[[int], Any]:
 
 
 def moe_cells() -> list[Cell]:
-    rows = ({"boundary": "Mxfp4FlashinferCutlassMoEMethod.apply", "implementation": OURS, "T": T} for T in (1, 16))
-    return [Cell(row | {"experts": 256, "width": 256}, _moe(row["T"]), MAX_ERR["moe"]) for row in rows]
+    rows = ({"boundary": "Mxfp4FlashinferCutlassMoEMethod.apply", "implementation": OURS, "T": T} for T in ROUTED)
+    return [Cell(row | {"experts": EXPERTS[0], "width": EXPERTS[2]}, _moe(row["T"], *EXPERTS), MAX_ERR["moe"]) for row in rows]
 
 
-def _moe(T: int) -> Callable[[int], Any]:
-    """All experts, an eighth of each: weights as SGLang loads them, up above gate, through both of the part's hooks."""
+def _moe(T: int, E: int, C: int, I: int) -> Callable[[int], Any]:
+    """Weights as SGLang loads them, up above gate, through both of the part's hooks."""
 
     def make(seed: int) -> Any:
         from deepdecode.plugins import sglang_ops
@@ -278,10 +286,10 @@ def _moe(T: int) -> Callable[[int], Any]:
         dispatcher = types.ModuleType("sglang.srt.layers.moe.token_dispatcher.standard")
         dispatcher.StandardCombineInput = Combine  # type: ignore[attr-defined]
         sys.modules.setdefault(dispatcher.__name__, dispatcher)
-        w = random_experts(256, 4096, 256, 16, device=DEVICE, seed=seed)
+        w = random_experts(E, C, I, 16, device=DEVICE, seed=seed)
         assert w.w13.scale is not None and w.w2.scale is not None
         layer = types.SimpleNamespace(
-            w13_weight=w.w13.data.roll(256, dims=1), w13_weight_scale_inv=w.w13.scale.view(torch.uint8).roll(256, dims=1),
+            w13_weight=w.w13.data.roll(I, dims=1), w13_weight_scale_inv=w.w13.scale.view(torch.uint8).roll(I, dims=1),
             w2_weight=w.w2.data, w2_weight_scale_inv=w.w2.scale,
         )  # fmt: skip
         layer.w13_weight_scale_inv = layer.w13_weight_scale_inv.view(torch.float8_e8m0fnu)
@@ -289,8 +297,8 @@ def _moe(T: int) -> Callable[[int], Any]:
         before = types.SimpleNamespace(process_weights_after_loading=lambda layer: None)
         method = types.SimpleNamespace(moe_runner_config=config, _fp8=before)
         sglang_ops.moe_load(_refuse, method, layer)
-        x = torch.randn(T, 4096, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).bfloat16()
-        ids, weights = random_routes(T, 256, 6, device=DEVICE, seed=seed)
+        x = torch.randn(T, C, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).bfloat16()
+        ids, weights = random_routes(T, E, 6, device=DEVICE, seed=seed)
         step = types.SimpleNamespace(hidden_states=x, topk_output=types.SimpleNamespace(topk_ids=ids, topk_weights=weights))
 
         def judge(result: Any) -> float:
@@ -352,37 +360,44 @@ def _host_us(run: Callable[[], Any], us: float) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The attention's rows as markdown: microseconds of SGLang's way and of ours, by the tokens of a step.
-
-    Past L2 beside FlashMLA, warm beside the Triton kernel, which was not timed past it.
-    """
+    """The attention's rows as markdown: microseconds of SGLang's way and of ours, by the tokens of a step."""
     lines = [
         "| what SGLang calls | heads | keys | " + " | ".join(f"T = {T}" for T in TOKENS) + " |",
         "|---" * (3 + len(TOKENS)) + "|",
     ]
     groups = dict.fromkeys((row["boundary"], row["H"], row["keys"]) for row in rows if "ratio" in row)
+    # the Triton kernel was not timed past L2
+    kinds = {"flash_mla_with_kvcache": ("us_warm", "us_rotated"), "flash_mla_with_kvcache_sm120": ("us_warm",)}
     for boundary, H, keys in sorted(groups):
-        rotated = boundary == "flash_mla_with_kvcache" and any(
-            "us_rotated" in row for row in rows if row["boundary"] == boundary
-        )
-        time_of = "us_rotated" if rotated else "us_warm"
-        texts = []
-        for T in TOKENS:
-            size = (boundary, H, keys, T)
-            same = [
-                row for row in rows if (row["boundary"], row.get("H"), row.get("keys"), row["T"]) == size and time_of in row
-            ]
-            ours = [row[time_of] for row in same if row["implementation"] == OURS]
-            theirs = [row[time_of] for row in same if row["implementation"] != OURS]
-            texts.append(" → ".join(f"{us[0]:.1f}" if us else "–" for us in (theirs, ours)))
-        name = "FlashMLA, padded to 64" if boundary == "flash_mla_with_kvcache" else "its Triton kernel for sm_120"
-        name += ", past L2" if rotated else ", warm"
-        lines.append(f"| {name} | {H} | {keys} | " + " | ".join(texts) + " |")
+        same = [row for row in rows if (row["boundary"], row.get("H"), row.get("keys")) == (boundary, H, keys)]
+        for time_of in kinds[boundary]:
+            name = "FlashMLA, padded to 64" if boundary == "flash_mla_with_kvcache" else "its Triton kernel for sm_120"
+            name += ", warm" if time_of == "us_warm" else ", past L2"
+            timed = [row for row in same if time_of in row]
+            if timed:
+                lines.append(f"| {name} | {H} | {keys} | " + " | ".join(_pair(timed, T, time_of) for T in TOKENS) + " |")
     return "\n".join(lines)
 
 
+def _pair(rows: Sequence[dict[str, Any]], T: int, time_of: str) -> str:
+    ours = [row[time_of] for row in rows if row["T"] == T and row["implementation"] == OURS]
+    theirs = [row[time_of] for row in rows if row["T"] == T and row["implementation"] != OURS]
+    return " → ".join(f"{us[0]:.1f}" if us else "–" for us in (theirs, ours))
+
+
 def cells(with_peers: bool) -> list[Cell]:
-    return [*attention_cells(with_peers), *mhc_cells(), *indexer_cells(), *moe_cells()]
+    """By tokens, as FIRST has them; the two sides of a comparison stand together."""
+    made = [*attention_cells(with_peers), *mhc_cells(), *indexer_cells(), *moe_cells()]
+    return sorted(made, key=lambda cell: FIRST.index(cell.row["T"]))
+
+
+def _measured(path: Path, commit: str) -> list[dict[str, Any]]:
+    """The file's rows, if this commit measured them on this card; those that failed are tried again."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    same = found["commit"] == commit and found["device"]["name"] == torch.cuda.get_device_properties(0).name
+    return [row for row in found["rows"] if "error" not in row] if same and not commit.endswith("+") else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -391,6 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
     parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
+    parser.add_argument("--resume", action="store_true", help="keep what this commit has in the file, measure the rest")
     parser.add_argument("--check", metavar="I/N", help="check every Nth cell from the Ith on, and time nothing")
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: this result file's attention as markdown")
     options = parser.parse_args(argv)
@@ -403,10 +419,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     part, parts = (int(number) for number in (options.check or "0/1").split("/"))
     chosen = cells(options.peers)[part::parts]
     card, start, rows = card_of(torch.device(DEVICE, 0)), time.monotonic(), []
-    path = options.out / card.name.lower().removeprefix("nvidia ").replace(" ", "-")
+    path = options.out / card.name.lower().removeprefix("nvidia ").replace(" ", "-") / "engines.json"
     commit, left = options.commit or current_commit(), 0
     command = "python -m deepdecode.bench.engines" + (" --peers" if options.peers else "")
-    for cell in chosen:
+    if options.resume:
+        rows = _measured(path, commit)
+        chosen = [cell for cell in chosen if not any(cell.row.items() <= row.items() for row in rows)]
+    for n, cell in enumerate(chosen, start=1):
         if time.monotonic() - start > options.seconds:
             left += 1
             continue
@@ -414,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
         print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if key != "op"), flush=True)
         if options.check is None:
-            write_results(path / "engines.json", rows, command=command, commit=commit, left=len(chosen) - len(rows))
+            write_results(path, rows, command=command, commit=commit, left=len(chosen) - n)
     print(f"{len(rows)} rows" + (f", {left} left out for time" if left else ""))
     return 1 if any("error" in row and row["implementation"] == OURS for row in rows) else 0
 
