@@ -120,6 +120,10 @@ def other_side(**call):
     return out.unsqueeze(1), lse
 
 
+def flash_mla_side(*, block_table, cache_seqlens, is_fp8_kvcache, use_legacy, tile_scheduler_metadata, **call):
+    return other_side(**call)
+
+
 @pytest.fixture
 def dry(monkeypatch, tmp_path):
     """Run the command as on an H200; the seconds that its calls take are made up, and those that are timed are kept."""
@@ -145,21 +149,11 @@ def dry(monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "time_graph", timer)
     monkeypatch.setattr(engines, "HOST_CALLS", 1)
     sizes = {"TOKENS": (1, 2), "ROTATED": (2,), "FIRST": (1, 2), "SETS": ((4, 64, 64), (0, 0, 64))}
-    sizes |= {
-        "INDEXED": ((1, 64), (2, 64)),
-        "ROUTED": (1, 2),
-        "EXPERTS": (8, 64, 32),
-        "HIDDEN": 64,
-        "PAST_L2": 3 * 2 * 128 * 584,
-    }
+    sizes |= {"INDEXED": ((1, 64), (2, 64)), "ROUTED": (1, 2), "EXPERTS": (8, 64, 32), "HIDDEN": 64}
+    sizes |= {"PAST_L2": 3 * 2 * 128 * 584}
     for name, value in sizes.items():
         monkeypatch.setattr(engines, name, value)
-    flash_mla = SimpleNamespace(
-        get_mla_metadata=lambda: (None,),
-        flash_mla_with_kvcache=lambda *, block_table, cache_seqlens, is_fp8_kvcache, use_legacy, tile_scheduler_metadata, **call: (
-            other_side(**call)
-        ),
-    )
+    flash_mla = SimpleNamespace(get_mla_metadata=lambda: (None,), flash_mla_with_kvcache=flash_mla_side)
     monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
     monkeypatch.setattr(peers, "sglang_sm120", lambda: SimpleNamespace(flash_mla_with_kvcache_sm120=other_side))
 
