@@ -134,22 +134,10 @@ def _engine() -> Ops:
 
 @cache
 def _compiled() -> Ops:
-    """Rung 3, and torch.compile over what rung 4 fuses by hand: torch ops alone, beside products that are ops of their own."""
-    from deepdecode.fallback import glue
-    from deepdecode.ops import reference
+    """Rung 3, and torch.compile over the torch ops that rung 4 fuses by hand."""
+    from deepdecode.fallback import compiled
 
-    eager = {entry: getattr(glue, entry) for entry in _GLUE_LEFT} | {"attn_prepare": reference.attn_prepare}
-    return replace(_tensor_cores(), **{entry: _compile(function) for entry, function in eager.items()})
-
-
-def _compile(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile at the first call, each shape by itself, as each CUDA graph has one."""
-
-    @cache
-    def made() -> Callable[..., Any]:
-        return torch.compile(entry, dynamic=False)
-
-    return lambda *args: made()(*args)
+    return replace(_tensor_cores(), **compiled.entries())
 
 
 def _product() -> Ops:
@@ -197,8 +185,6 @@ _PER_HEAD = _ENGINE + (
     "_apply_attn_sink: a program for each (token, head) without tensor cores, both caches a launch each, merged by torch"
 )
 
-# what rung 3 leaves to torch, one launch an operation
-_GLUE_LEFT = ("embed", "q_proj", "attn_prepare", "attn_out", "route", "sample")
 # entries whose products were full float32 ones
 _ON_TENSOR_CORES = ("index_topk", "mhc_boundary", "head")
 

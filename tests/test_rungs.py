@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from deepdecode import rungs
-from deepdecode.fallback import engine, experts, indexer, mhc, product, store
+from deepdecode.fallback import compiled, engine, experts, indexer, mhc, product, store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two roundings to bfloat16 in other places
@@ -288,6 +288,35 @@ def test_rungs_are_named_and_say_what_they_mirror():
     # what rung 0 has beside products of stored weights is an engine's; what rung 1 changes is not
     assert set(rungs.RUNGS[1].mirrors) == entries - {"attn_in", "moe"}
     assert "sparse_attn" not in rungs.RUNGS[2].mirrors
+
+
+def test_what_is_compiled_is_one_graph_for_each_kind_and_gives_what_the_reference_gives(calls):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    table = compiled.entries(backend="eager")
+    for name, entry in table.items():
+        # of the last step, which completes an entry of each ratio
+        assert calls[name]
+        for args, kwargs, want in calls[name][-len(calls[name]) // 3 :]:
+            got = entry(*(mine := clone(args)), **kwargs)
+            for a, b in zip(tensors(got), tensors(want), strict=True):
+                assert a.dtype == b.dtype and a.shape == b.shape
+                if a.is_floating_point():
+                    assert rel_err(a.float(), b.float()) < (FP8_STEP if a.dtype == torch.float8_e4m3fn else BF16_STEPS)
+                else:
+                    assert torch.equal(a, b)
+            if name == "attn_prepare":
+                reference.attn_prepare(*(theirs := clone(args)))
+                for kept, wanted in zip(vars(mine[4]).values(), vars(theirs[4]).values(), strict=True):
+                    if kept is not None and hasattr(kept, "page_size"):
+                        rows = torch.arange(kept.num_rows)
+                        assert rel_err(read_rows(kept, rows), read_rows(wanted, rows)) < BF16_STEPS
+    # one for each kind of layer and entry, not for each layer, and none of them cut
+    assert 6 < counters["stats"]["unique_graphs"] <= 12 < sum(len(calls[name]) // 3 for name in table)
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
 
 
 def changes(rung, below):

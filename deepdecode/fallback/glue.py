@@ -115,12 +115,12 @@ def _entries(
 
 
 @lru_cache(maxsize=8)
-def _rotation(n: int, device: torch.device) -> Tensor:
+def hadamard_matrix(n: int, device: torch.device) -> Tensor:
     return hadamard(torch.eye(n, device=device))
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    return (x.float() @ _rotation(x.shape[-1], x.device)).to(x.dtype)
+    return (x.float() @ hadamard_matrix(x.shape[-1], x.device)).to(x.dtype)
 
 
 def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
