@@ -1,23 +1,24 @@
 """python -m deepdecode.bench.glue: a step's fused glue, checked, timed warm and past L2, beside the composed fine ops.
 
-mhc_boundary, attn_prepare, route, norm, rotation back, places and the next token at V4-Flash's sizes. Both sides are timed as
-replays of a CUDA graph, so that what is compared is the GPU's time and not the host's.
+mhc_boundary, attn_prepare, route, norm, rotation back, places and the next token at V4-Flash's sizes; and of mhc_boundary the
+mixing product by itself, beside its rivals. All are timed as replays of a CUDA graph: what is compared is the GPU's time, not
+the host's.
 """
 
-import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
+from deepdecode.bench import cells
+from deepdecode.bench.cells import Cell, Work
+from deepdecode.bench.peers import deep_gemm
 from deepdecode.config import ModelConfig
+from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kvcache import KVCache
 from deepdecode.ops import fused, launches, reference
 from deepdecode.ops.places import decode_places
@@ -31,39 +32,36 @@ from deepdecode.testing.steps import PrepareInputs, contiguous, prepare_inputs
 Tensor = torch.Tensor
 TOKENS = (1, 16, 64)
 CONFIG = ModelConfig()
-# sets of weights that together pass L2 three times, about
-PAST_L2 = 180 << 20
+# float32 sums of the mixing product, and of rivals: TF32, or operands in bfloat16
+MIX, MIX_TF32, MIX_BF16 = 1e-5, 2e-3, 8e-3
 
 
-@dataclass(frozen=True)
-class Job:
-    """One cell: calls of ours on each set of inputs, of the fine ops on the first; the error, its bound, bytes to move."""
-
-    op: str
-    T: int
-    keys: dict[str, Any]
-    ours: list[Callable[[], Any]]
-    composed: Callable[[], Any]
-    error: Callable[[], float]
-    bound: float
-    nbytes: int
+def work(
+    ours: list[Callable[[], Any]], composed: Callable[[], Any], error: Callable[[], float], bound: float, nbytes: int
+) -> Work:
+    return Work(ours, lambda: {"rel_err": error()}, ("rel_err", bound), nbytes, composed=composed)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
+    return torch.randn(*shape, device=cells.DEVICE).to(dtype)
 
 
-def boundary(T: int) -> Job:
-    C = CONFIG.hidden_size
+def mhc_sites() -> list[MhcSite]:
+    """As many as pass L2."""
+    width = 4 * CONFIG.hidden_size
 
     def site() -> MhcSite:
-        fn = normal(24, 4 * C, dtype=torch.float32) / (4 * C) ** 0.5
-        return MhcSite(fn, normal(24, dtype=torch.float32), torch.rand(3, device="cuda") + 0.5)
+        fn = normal(24, width, dtype=torch.float32) / width**0.5
+        return MhcSite(fn, normal(24, dtype=torch.float32), torch.rand(3, device=cells.DEVICE) + 0.5)
 
-    sites = [site() for _ in range(PAST_L2 // (24 * 4 * C * 4))]
+    return [site() for _ in range(cells.copies(24 * width * 4))]
+
+
+def boundary(T: int) -> Work:
+    C, sites = CONFIG.hidden_size, mhc_sites()
     norm = (1 + 0.1 * normal(C, dtype=torch.float32)).bfloat16()
     y, streams = normal(T, C), normal(T, 4, C)
-    post, comb = 2 * torch.rand(T, 4, device="cuda"), torch.rand(T, 4, 4, device="cuda").softmax(-1)
+    post, comb = 2 * torch.rand(T, 4, device=cells.DEVICE), torch.rand(T, 4, 4, device=cells.DEVICE).softmax(-1)
 
     def error() -> float:
         """The gates' error against float64, on the streams that the kernel itself has written."""
@@ -72,21 +70,94 @@ def boundary(T: int) -> Job:
         _, _, want_post, want_comb = reference.mhc_boundary(None, new.double(), None, None, wide, norm.double(), CONFIG)
         return max(rel_err(got_post, want_post), rel_err(got_comb, want_comb))
 
-    return Job(
-        "mhc_boundary", T, {},
+    return work(
         [lambda s=s: fused.mhc_boundary(y, streams, post, comb, s, norm, CONFIG) for s in sites],
         lambda: reference.mhc_boundary(y, streams, post, comb, sites[0], norm, CONFIG),
-        error, 1e-5, sites[0].fn.nbytes + y.nbytes + 2 * streams.nbytes + T * C * 2,
+        error, MIX, sites[0].fn.nbytes + y.nbytes + 2 * streams.nbytes + T * C * 2,
     )  # fmt: skip
 
 
-def gate(T: int, hashed: bool) -> Job:
+Mixed = Callable[[], tuple[Tensor, Tensor]]
+
+
+def mix_ours(streams: Tensor, fn: Tensor) -> tuple[Callable[[], Any], Mixed]:
+    """The mixing product's launch by itself; who takes its result adds the parts."""
+    from deepdecode.kernels import mhc as kernel
+
+    config = kernel.plan(streams.shape[2], card_of(streams.device).arch)
+
+    def result() -> tuple[Tensor, Tensor]:
+        sums = kernel.mix(None, streams, None, None, fn, config)[1].sum(0)
+        return sums[:, : len(fn)], sums[:, len(fn)]
+
+    return lambda: kernel.mix(None, streams, None, None, fn, config), result
+
+
+def mix_deep_gemm(streams: Tensor, fn: Tensor) -> tuple[Callable[[], Any], Mixed]:
+    """DeepGEMM's product and sum of squares in TF32, cut as SGLang cuts it; who takes its result adds the parts as well."""
+    library, flat = deep_gemm(), streams.flatten(1)
+    T, width = flat.shape
+    # a program has 64 tokens and four steps of 64 columns at least
+    splits = max(1, min(card_of(streams.device).sms // -(-T // 64), width // 256))
+    out = torch.empty(splits, T, len(fn), device=flat.device)
+    squares = torch.empty(splits, T, device=flat.device)
+
+    def call() -> None:
+        library.tf32_hc_prenorm_gemm(flat, fn, out, squares, splits)
+
+    def result() -> tuple[Tensor, Tensor]:
+        call()
+        return out.sum(0), squares.sum(0)
+
+    return call, result
+
+
+def mix_torch(streams: Tensor, fn: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Callable[[], Any], Mixed]:
+    flat, weight = streams.flatten(1).to(dtype), fn.to(dtype).mT
+
+    def call() -> tuple[Tensor, Tensor]:
+        return flat @ weight, flat.square().sum(1)
+
+    return call, call
+
+
+def mix_bfloat16(streams: Tensor, fn: Tensor) -> tuple[Callable[[], Any], Mixed]:
+    """What one bfloat16 part of the weights would cost and give: the precision that the two parts are for."""
+    return mix_torch(streams, fn, torch.bfloat16)
+
+
+MIXES = {
+    "deepdecode": (mix_ours, MIX),
+    "deep_gemm, TF32": (mix_deep_gemm, MIX_TF32),
+    "torch.matmul, float32": (mix_torch, MIX),
+    "torch.matmul, bfloat16": (mix_bfloat16, MIX_BF16),
+}
+
+
+def mixing(T: int, name: str) -> Work:
+    """The mixing product of the streams and their sums of squares."""
+    make, bound = MIXES[name]
+    streams, weights = normal(T, 4, CONFIG.hidden_size), [site.fn for site in mhc_sites()]
+    made = [make(streams, fn) for fn in weights]
+
+    def error() -> float:
+        product, squares = made[0][1]()
+        flat = streams.flatten(1).double()
+        # the sum of squares in bfloat16 is rounded as such
+        return max(rel_err(product, flat @ weights[0].double().mT), rel_err(squares, flat.square().sum(1)))
+
+    flops = 2 * T * weights[0].numel()
+    calls = [call for call, _ in made]
+    return Work(calls, lambda: {"rel_err": error()}, ("rel_err", bound), weights[0].nbytes + streams.nbytes, flops)
+
+
+def gate(T: int, hashed: bool) -> Work:
     C, E, top = CONFIG.hidden_size, CONFIG.num_experts, CONFIG.experts_per_token
     x, bias = normal(T, C), None if hashed else 0.1 * normal(E, dtype=torch.float32)
-    table = torch.stack([torch.randperm(E, device="cuda")[:top] for _ in range(1000)]).int() if hashed else None
-    tokens = torch.randint(1000, (T,), device="cuda")
-    none = Weight(torch.zeros(1, 1, device="cuda"))
-    weights = [MoeWeights(normal(E, C) / 32, bias, table, none, none, none, none) for _ in range(PAST_L2 // (E * C * 2))]
+    table = torch.stack([torch.randperm(E, device=cells.DEVICE)[:top] for _ in range(1000)]).int() if hashed else None
+    tokens = torch.randint(1000, (T,), device=cells.DEVICE)
+    none = Weight(torch.zeros(1, 1, device=cells.DEVICE))
+    weights = [MoeWeights(normal(E, C) / 32, bias, table, none, none, none, none) for _ in range(cells.copies(E * C * 2))]
 
     def error() -> float:
         ids, got = fused.route(x, tokens, weights[0], CONFIG)
@@ -95,16 +166,16 @@ def gate(T: int, hashed: bool) -> Job:
         return rel_err(got, want) if torch.equal(ids, want_ids) else float("inf")
 
     experts = len(table[tokens].unique()) if table is not None else E
-    return Job(
-        "route", T, {"hash": hashed}, [lambda w=w: fused.route(x, tokens, w, CONFIG) for w in weights],
+    return work(
+        [lambda w=w: fused.route(x, tokens, w, CONFIG) for w in weights],
         lambda: reference.route(x, tokens, weights[0], CONFIG), error, 1e-5, experts * C * 2 + x.nbytes + T * top * 8,
     )  # fmt: skip
 
 
-def prepare(T: int, H: int, ratio: int, ends: bool) -> Job:
+def prepare(T: int, H: int, ratio: int, ends: bool) -> Work:
     """ends: every token completes an entry; else none does."""
     last = 8063 if ends else 8061
-    case = prepare_inputs([last - 128 * (i % 7) for i in range(T)], ratio, H=H, device="cuda")
+    case = prepare_inputs([last - 128 * (i % 7) for i in range(T)], ratio, H=H, device=cells.DEVICE)
     whole = replace(case, inputs=contiguous(case.inputs))
 
     def stored(case: PrepareInputs) -> list[Tensor]:
@@ -125,25 +196,25 @@ def prepare(T: int, H: int, ratio: int, ends: bool) -> Job:
     states = [s for s in (case.cache.state, case.cache.index_state) if s is not None]
     state = sum(s.kv[0, 0].nbytes * 2 * T * (1 + (s.kv.shape[1] if ends else 0)) for s in states)
     queries = 2 * case.q.numel() * 2 + (0 if case.index_q is None else case.index_q.numel() * 3)
-    return Job(
-        "attn_prepare", T, {"H": H, "ratio": ratio, "ends": ends}, [lambda: fused.attn_prepare(*case.args())],
+    return work(
+        [lambda: fused.attn_prepare(*case.args())],
         lambda: reference.attn_prepare(*whole.args()), error, 3e-3, inputs + state + queries,
     )  # fmt: skip
 
 
-def norm(T: int) -> Job:
+def norm(T: int) -> Work:
     wide = CONFIG.q_lora_rank + CONFIG.head_dim
     x, weight = normal(T, wide)[:, : CONFIG.q_lora_rank], normal(CONFIG.q_lora_rank)
-    return Job(
-        "rms_norm", T, {}, [lambda: fused.rms_norm(x, weight, 1e-6)], lambda: reference.rms_norm(x, weight, 1e-6),
+    return work(
+        [lambda: fused.rms_norm(x, weight, 1e-6)], lambda: reference.rms_norm(x, weight, 1e-6),
         lambda: rel_err(fused.rms_norm(x, weight, 1e-6), reference.rms_norm(x.double(), weight.double(), 1e-6)),
         4e-3, 2 * x.numel() * 2,
     )  # fmt: skip
 
 
-def back(T: int, H: int) -> Job:
-    o, positions = normal(T, H, 512), torch.full((T,), 70000, dtype=torch.int32, device="cuda")
-    freqs = torch.rand(32, device="cuda")
+def back(T: int, H: int) -> Work:
+    o, positions = normal(T, H, 512), torch.full((T,), 70000, dtype=torch.int32, device=cells.DEVICE)
+    freqs = torch.rand(32, device=cells.DEVICE)
 
     def ours() -> Tensor:
         return launches.rope_back(o, positions, freqs)
@@ -151,16 +222,16 @@ def back(T: int, H: int) -> Job:
     def composed() -> Tensor:
         return rope(o, positions, freqs, inverse=True)
 
-    return Job("rope", T, {"H": H}, [ours], composed, lambda: rel_err(ours(), composed()), 1e-3, 2 * o.nbytes)
+    return work([ours], composed, lambda: rel_err(ours(), composed()), 2e-3, 2 * o.nbytes)
 
 
-def places(T: int) -> Job:
-    cache = KVCache(ModelConfig(num_layers=3, compress_ratios=(0, 4, 128)), slots=T, max_len=9000, device="cuda")
+def places(T: int) -> Work:
+    cache = KVCache(ModelConfig(num_layers=3, compress_ratios=(0, 4, 128)), slots=T, max_len=9000, device=cells.DEVICE)
     for _ in range(T):
         cache.reserve(cache.acquire(), 8500)
-    tokens = torch.zeros(T, dtype=torch.int64, device="cuda")
-    positions = torch.full((T,), 8447, dtype=torch.int32, device="cuda")
-    slots = torch.arange(T, dtype=torch.int32, device="cuda")
+    tokens = torch.zeros(T, dtype=torch.int64, device=cells.DEVICE)
+    positions = torch.full((T,), 8447, dtype=torch.int32, device=cells.DEVICE)
+    slots = torch.arange(T, dtype=torch.int32, device=cells.DEVICE)
     sizes = {"vocab": CONFIG.vocab_size, "ring": cache.ring, "window": CONFIG.window, "logical_page": 256, "ratios": (4, 128)}
 
     def ours() -> Any:
@@ -175,77 +246,57 @@ def places(T: int) -> Job:
         names = ("window_write", "window_indices", "window_lens", "entry_indices")
         return 0.0 if all(torch.equal(getattr(got, n), getattr(want, n)) for n in names) else float("inf")
 
-    return Job("places", T, {}, [ours], composed, error, 0.0, T * (128 + 72 + 8) * 4)
+    return work([ours], composed, error, 0.0, T * (128 + 72 + 8) * 4)
 
 
-def token(T: int, temperature: float, top_p: float) -> Job:
+def token(T: int, temperature: float, top_p: float) -> Work:
     logits = normal(T, CONFIG.vocab_size, dtype=torch.float32)
-    heat, share = (torch.full((T,), value, dtype=torch.float64, device="cuda") for value in (temperature, top_p))
-    seeds = torch.arange(T, device="cuda")
+    heat, share = (torch.full((T,), value, dtype=torch.float64, device=cells.DEVICE) for value in (temperature, top_p))
+    seeds = torch.arange(T, device=cells.DEVICE)
     args = (logits, heat, share, seeds, seeds)
 
     def error() -> float:
         return (fused.sample(*args) != reference.sample(*args)).float().mean().item()
 
-    keys = {"temperature": temperature, "top_p": top_p}
-    return Job("sample", T, keys, [lambda: fused.sample(*args)], lambda: reference.sample(*args), error, 0.02, logits.nbytes)
+    return work([lambda: fused.sample(*args)], lambda: reference.sample(*args), error, 0.02, logits.nbytes)
 
 
-def jobs() -> Iterator[Callable[[], Job]]:
+def jobs(peers: bool) -> Iterator[Cell]:
+    def cell(op: str, T: int, make: Callable[[], Work], implementation: str = "deepdecode", **keys: Any) -> Cell:
+        return Cell({"op": op, "implementation": implementation, "T": T, **keys}, make, limit_s=0.08)
+
     for T in TOKENS:
-        yield lambda T=T: boundary(T)
-        yield lambda T=T: gate(T, False)
-        yield lambda T=T: gate(T, True)
+        yield cell("mhc_boundary", T, lambda T=T: boundary(T))
+        for name in MIXES if peers else ("deepdecode",):
+            yield cell("mhc_mix", T, lambda T=T, name=name: mixing(T, name), name)
+        for hashed in (False, True):
+            yield cell("route", T, lambda T=T, hashed=hashed: gate(T, hashed), hash=hashed)
         for H in (8, 64):
-            yield lambda T=T, H=H: prepare(T, H, 0, False)
-            yield lambda T=T, H=H: back(T, H)
-            for ratio in (4, 128):
-                for ends in (False, True):
-                    yield lambda T=T, H=H, ratio=ratio, ends=ends: prepare(T, H, ratio, ends)
-        yield lambda T=T: norm(T)
-        yield lambda T=T: places(T)
-        for sampling in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
-            yield lambda T=T, sampling=sampling: token(T, *sampling)
+            for ratio, ends in ((0, False), (4, False), (4, True), (128, False), (128, True)):
+                keys = {"H": H, "ratio": ratio, "ends": ends}
+                yield cell("attn_prepare", T, lambda T=T, H=H, r=ratio, ends=ends: prepare(T, H, r, ends), **keys)
+            yield cell("rope", T, lambda T=T, H=H: back(T, H), H=H)
+        yield cell("rms_norm", T, lambda T=T: norm(T))
+        yield cell("places", T, lambda T=T: places(T))
+        for heat, share in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
+            yield cell("sample", T, lambda T=T, heat=heat, share=share: token(T, heat, share), temperature=heat, top_p=share)
 
 
-def measure(job: Job, bandwidth: float, limit_s: float = 0.08) -> dict[str, Any]:
-    """One row of the result file; no time where the check fails."""
-    row: dict[str, Any] = {"op": job.op, "implementation": "deepdecode", "T": job.T, **job.keys}
-    row["rel_err"] = job.error()
-    if not row["rel_err"] <= job.bound:
-        return row | {"error": f"outside {job.bound}"}
-    warm, rotated = time_graph(job.ours[:1], limit_s=limit_s), None
-    row |= {"us_warm": warm.us, "us_warm_low": warm.low, "us_warm_high": warm.high}
-    if len(job.ours) > 1:
-        rotated = time_graph(job.ours, limit_s=limit_s)
-        row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
-    row["us_composed"] = time_graph([job.composed], calls_per_graph=4, limit_s=limit_s).us
-    return row | {"bytes": job.nbytes, "floor_us": job.nbytes / bandwidth / 1e6}
+def say(row: dict[str, Any]) -> str:
+    if "T" not in row:
+        return cells.line(row, row["implementation"], "")
+    known = ("op", "implementation", "T", "rel_err", "error", "us_", "bytes", "flops", "floor")
+    keys = " ".join(f"{name}={value}" for name, value in row.items() if not name.startswith(known))
+    composed = f", composed {row['us_composed']:.1f} us" if "us_composed" in row else ""
+    what = f"{row['op']:<13} {row['implementation']:<22} T={row['T']:<4} {keys:<30}"
+    return cells.line(row, what, f"error {row.get('rel_err', 0):.1e}{composed}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.glue", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    words = "the mixing product by DeepGEMM from $DEEPDECODE_PEERS and by torch.matmul in float32 and bfloat16"
+    options = cells.arguments("glue", __doc__, words).parse_args(argv)
     torch.manual_seed(0)
-    start, bandwidth, rows = time.monotonic(), copy_bandwidth(), []
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    for make in jobs():
-        if time.monotonic() - start > options.seconds:
-            break
-        row = measure(make(), bandwidth)
-        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-        print(row, flush=True)
-    write_results(
-        options.out / name / "glue.json", rows, command="python -m deepdecode.bench.glue",
-        commit=options.commit or current_commit(), copy_bandwidth_tb_s=round(bandwidth, 3),
-    )  # fmt: skip
-    return 1 if any("error" in row for row in rows) else 0
+    return cells.run("glue", options, jobs(options.peers), say)
 
 
 if __name__ == "__main__":

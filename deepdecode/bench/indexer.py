@@ -1,45 +1,50 @@
 """python -m deepdecode.bench.indexer: scores and top-k together, checked against float64, past L2, beside their rivals.
 
-Each token has keys of its own, as sequences have. A decode step reads each key once, and none waits in L2 for it: the time that
-counts is the rotated one, over copies that together pass L2 several times.
+Each token has keys of its own, as sequences have.
 """
 
-import argparse
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from deepdecode.bench.peers import add_peers
-from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
+from deepdecode.bench import cells
+from deepdecode.bench.cells import Cell, Work
+from deepdecode.bench.peers import deep_gemm
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.indexer_plan import case_of, plan, work
 from deepdecode.ops.indexer import index_logits_ref, index_topk_ref
 from deepdecode.ops.rows import read_rows
 from deepdecode.testing.index_keys import IndexInputs, index_inputs
 
-# (T, entries): contexts of 8k, 64k, 256k and 1M tokens
+# (T, entries): contexts of 8k, 64k, 256k and 1M tokens; those of the targets first, since a run may be cut off
 SIZES = (
-    *((T, 2048) for T in (1, 4, 16, 64, 128, 256)),
-    *((T, 16384) for T in (1, 4, 16, 64)),
-    *((T, 65536) for T in (1, 4, 16)),
-    *((T, 262144) for T in (1, 4)),
+    (1, 262144),
+    (16, 16384),
+    *((T, 2048) for T in (1, 16, 64)),
+    (1, 16384),
+    (64, 16384),
+    *((T, 65536) for T in (1, 16)),
+    *((4, entries) for entries in (2048, 16384, 65536, 262144)),
+    *((T, 2048) for T in (128, 256)),
 )
+PAST_L2 = cells.PAST_L2
 TOPK = (512, 1024)
 HEADS = 64
-# copies that together pass an L2 of 60 MB three times, about
-PAST_L2 = 180 << 20
 # a chosen entry may be worse than the worst of float64's choice by this part of the largest score: float32 sums of 64 heads
 MAX_GAP = 2e-6
+# Hopper's FP8 products keep about 14 bits of a sum
+MAX_RIVAL_GAP = 1e-2
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
 Runner = Callable[[IndexInputs], Callable[[], Chosen]]
 """Takes inputs, gives the call to time, whose indices may come in any order; raises if it cannot run the case."""
 ENTRIES = "deep_gemm, torch.topk"
+ALONE = "torch.topk alone"
 
 
 def ours(inputs: IndexInputs) -> Callable[[], Chosen]:
@@ -63,26 +68,36 @@ def reference(inputs: IndexInputs) -> Callable[[], Chosen]:
     return lambda: index_topk_ref(*inputs.args())
 
 
-def deep_gemm(inputs: IndexInputs) -> Callable[[], Chosen]:
-    """DeepGEMM's paged logits (PyPI's sgl-deep-gemm), then torch.topk: entries, not rows; its schedule is made beforehand."""
-    add_peers()
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
+def deep_gemm_topk(inputs: IndexInputs) -> Callable[[], Chosen]:
+    """DeepGEMM's paged logits, then torch.topk: entries, not rows; the schedule of its programs is made beforehand."""
+    library = deep_gemm()
     q, weights, keys, tables, _, lens, topk = inputs.args()
     entries, lengths = tables.shape[1] * keys.page_size, lens.view(-1, 1)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, keys.page_size, sms)
+    schedule = library.get_paged_mqa_logits_metadata(lengths, keys.page_size, card_of(q.device).sms)
     pages = keys.data.view(len(keys.data), keys.page_size, 1, 132)
 
     def call() -> Chosen:
-        logits = deep_gemm.fp8_paged_mqa_logits(q[:, None], pages, weights, lengths, tables, schedule, entries, False)
-        return logits[:, :entries].topk(topk, dim=1).indices, lens
+        logits = library.fp8_paged_mqa_logits(q[:, None], pages, weights, lengths, tables, schedule, entries, False)
+        return logits[:, :entries].topk(min(topk, entries), dim=1).indices, lens
 
     return call
 
 
+def topk_alone(inputs: IndexInputs) -> Callable[[], Chosen]:
+    """torch.topk of scores that are there already: what a choice costs without the scores."""
+    scores = torch.stack([_scores(inputs, t).float() for t in range(len(inputs.lens))])
+    return lambda: (scores.topk(min(inputs.topk, scores.shape[1]), dim=1).indices, inputs.lens)
+
+
 IMPLEMENTATIONS: dict[str, Runner] = {"deepdecode": ours, "deepdecode portable": portable}
-RIVALS: dict[str, Runner] = {ENTRIES: deep_gemm, "reference, float32": reference}
+RIVALS: dict[str, Runner] = {ENTRIES: deep_gemm_topk, ALONE: topk_alone, "reference, float32": reference}
+
+
+def runs(name: str, T: int, entries: int) -> bool:
+    """Whether the cell is worth its time: the reference takes milliseconds, and scores made one token at a time as well."""
+    if name == ALONE:
+        return T <= 16
+    return not name.startswith("reference") or (T <= 16 and entries <= 16384)
 
 
 def rows_of(inputs: IndexInputs, entries: torch.Tensor) -> torch.Tensor:
@@ -96,17 +111,10 @@ def judge(inputs: IndexInputs, indices: torch.Tensor) -> dict[str, float]:
     missed: entries that only float64 chose. gap: how far the worst chosen entry lies below float64's worst, and
     mass: the score that the choice loses, both as a part of the largest score or of the chosen scores' sum.
     """
-    q, weights, keys, tables, slots, lens, topk = inputs.args()
-    page = tables[slots[0]][: math.ceil(int(lens[0]) / keys.page_size)].long()
-    rows = (page[:, None] * keys.page_size + torch.arange(keys.page_size, device=q.device)).flatten()[: int(lens[0])]
-    parts = [
-        index_logits_ref(q[:1].double(), weights[:1].double(), read_rows(keys, part).double())[0]
-        for part in rows.split(1 << 15)
-    ]
-    scores = torch.cat(parts)
-    best = scores.topk(min(topk, len(scores)))
-    place = torch.full((keys.num_rows,), -1, device=q.device)
-    place[rows] = torch.arange(len(rows), device=q.device)
+    scores, rows = _scores(inputs, 0), _rows(inputs, 0)
+    best = scores.topk(min(inputs.topk, len(scores)))
+    place = torch.full((inputs.keys.num_rows,), -1, device=scores.device)
+    place[rows] = torch.arange(len(rows), device=scores.device)
     mine = place[indices[0, : len(best.values)].long()]
     if not (mine.unique().numel() == len(best.values) and (mine >= 0).all()):
         return {"missed": math.inf, "gap": math.inf, "mass": math.inf}
@@ -118,61 +126,65 @@ def judge(inputs: IndexInputs, indices: torch.Tensor) -> dict[str, float]:
     }
 
 
-def measure(T: int, entries: int, topk: int, name: str, runner: Runner, bandwidth: float, limit_s: float) -> dict[str, Any]:
-    """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
-    row: dict[str, Any] = {"op": "indexer", "implementation": name, "T": T, "entries": entries, "topk": topk, "heads": HEADS}
+def _rows(inputs: IndexInputs, t: int) -> torch.Tensor:
+    """Physical rows of token t's entries, in their order."""
+    _, _, keys, tables, slots, lens, _ = inputs.args()
+    page = tables[slots[t]][: math.ceil(int(lens[t]) / keys.page_size)].long()
+    return (page[:, None] * keys.page_size + torch.arange(keys.page_size, device=page.device)).flatten()[: int(lens[t])]
+
+
+def _scores(inputs: IndexInputs, t: int) -> torch.Tensor:
+    """float64 [entries of token t]."""
+    q, weights = inputs.index_q[t : t + 1].double(), inputs.index_weights[t : t + 1].double()
+    parts = [index_logits_ref(q, weights, read_rows(inputs.keys, part).double())[0] for part in _rows(inputs, t).split(1 << 15)]
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=1)
+def inputs_of(T: int, entries: int) -> list[IndexInputs]:
+    """Sets of inputs that together pass L2; top-k is set by who takes them."""
+    nbytes = T * work(entries, HEADS, topk=TOPK[0])[0]
+    return index_inputs(T, entries, TOPK[0], heads=HEADS, copies=cells.copies(nbytes), device=cells.DEVICE, seed=T)
+
+
+def prepared(T: int, entries: int, topk: int, name: str) -> Work:
     nbytes, flops = (T * each for each in work(entries, HEADS, topk=topk))
-    copies = index_inputs(T, entries, topk, heads=HEADS, copies=max(2, min(200, -(-PAST_L2 // nbytes))), device="cuda", seed=T)
-    try:
-        calls = [runner(inputs) for inputs in copies]
+    sets = [replace(inputs, topk=topk) for inputs in inputs_of(T, entries)]
+    if name not in (*IMPLEMENTATIONS, ENTRIES):
+        # a call takes milliseconds, or its inputs do: warm only
+        sets = sets[:1]
+    calls = [(IMPLEMENTATIONS | RIVALS)[name](inputs) for inputs in sets]
+
+    def check() -> dict[str, float]:
         indices = calls[0]()[0]
-        row |= judge(copies[0], rows_of(copies[0], indices) if name == ENTRIES else indices)
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {error}"[:160]}
-    if name.startswith("deepdecode") and not row["gap"] < MAX_GAP:
-        return row | {"error": "not the best entries"}
-    warm, rotated = time_graph(calls[:1], limit_s=limit_s), time_graph(calls, limit_s=limit_s)
-    row |= {"us_warm": warm.us, "us_warm_low": warm.low, "us_warm_high": warm.high}
-    row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
-    row |= {"bytes": nbytes, "flops": flops, "floor_us": nbytes / bandwidth / 1e6}
-    return row | {"floor_fraction": row["floor_us"] / row["us_rotated"]}
+        return judge(sets[0], rows_of(sets[0], indices) if name in (ENTRIES, ALONE) else indices)
+
+    bound = MAX_GAP if name.startswith("deepdecode") else MAX_RIVAL_GAP
+    return Work(calls, check, ("gap", bound), nbytes, flops)
+
+
+def jobs(peers: bool) -> Iterator[Cell]:
+    """All of one size, one after the other: they share inputs."""
+    for T, entries in SIZES:
+        for topk in TOPK:
+            for name in IMPLEMENTATIONS | (RIVALS if peers else {}):
+                if runs(name, T, entries):
+                    row: dict[str, Any] = {"op": "indexer", "implementation": name, "T": T, "entries": entries, "topk": topk}
+                    row["heads"] = HEADS
+                    yield Cell(row, lambda T=T, entries=entries, topk=topk, name=name: prepared(T, entries, topk, name))
+
+
+def say(row: dict[str, Any]) -> str:
+    if "T" not in row:
+        return cells.line(row, row["implementation"], "")
+    what = f"{row['implementation']:<22} T={row['T']:<4} {row['entries']:>6} entries, top {row['topk']:<5}"
+    return cells.line(row, what, f"missed {row.get('missed', 0):.0f}, gap {row.get('gap', 0):.0e}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.indexer", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="also DeepGEMM from $DEEPDECODE_PEERS, and the eager reference")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
-    commit, bandwidth, start = options.commit or current_commit(), copy_bandwidth(), time.monotonic()
-    rows: list[dict[str, Any]] = []
-    runners = IMPLEMENTATIONS | (RIVALS if options.peers else {})
-    for topk in TOPK:
-        for name, runner in runners.items():
-            for T, entries in SIZES:
-                if time.monotonic() - start > options.seconds:
-                    continue
-                row = measure(T, entries, topk, name, runner, bandwidth, 0.03)
-                rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-                _say(rows[-1])
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    command = "python -m deepdecode.bench.indexer" + (" --peers" if options.peers else "")
-    path = options.out / name / "indexer.json"
-    write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
-    return 1 if any("error" in row and row["implementation"].startswith("deepdecode") for row in rows) else 0
-
-
-def _say(row: dict[str, Any]) -> None:
-    what = f"{row['implementation']:<22} T={row['T']:<4} {row['entries']:>6} entries, top {row['topk']:<5}"
-    if "us_warm" not in row:
-        print(f"{what} {row['error']}", flush=True)
-        return
-    times = f"warm {row['us_warm']:8.2f} us  rotated {row['us_rotated']:8.2f} us  floor {row['floor_us']:6.2f} us"
-    print(f"{what} {times} {100 * row['floor_fraction']:4.0f} %  missed {row['missed']:.0f}, gap {row['gap']:.0e}", flush=True)
+    words = "DeepGEMM from $DEEPDECODE_PEERS with torch.topk, torch.topk alone, and the eager reference"
+    options = cells.arguments("indexer", __doc__, words).parse_args(argv)
+    return cells.run("indexer", options, jobs(options.peers), say)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
-"""python -m deepdecode.bench.linear: a layer's fused sets of weights, checked against float64, past L2, beside their rivals.
+"""python -m deepdecode.bench.linear: a layer's fused sets of weights, checked against float64, past L2, beside their rivals."""
 
-A decode step reads each weight once, and no weight waits in L2 for it: the time that counts is the rotated one, over copies
-that together pass L2 several times.
-"""
-
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
+from deepdecode.bench import cells
+from deepdecode.bench.cells import Cell, Work
 from deepdecode.ops.linear import grouped_linear, linear, linear_beside
-from deepdecode.ops.quant import Weight, dequantize
+from deepdecode.ops.quant import E8M0, Weight, dequantize
 from deepdecode.testing.experts import random_weight
 from deepdecode.testing.numeric import rel_err, worst_row_err
 
-TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
+# the sizes of the targets first: a run may be cut off
+TOKENS = (1, 16, 64, 4, 32, 8, 128, 256)
 # operands are exact; what is left is the order of float32 sums and one rounding to bfloat16
 MAX_ERR = {torch.bfloat16: 2.2e-3, torch.float32: 3e-6}
-# copies of a weight that together pass an L2 of 60 MB three times, about
-PAST_L2 = 180 << 20
+# rivals round more: weights to bfloat16, a result to bfloat16, or x to E4M3
+MAX_RIVAL = {"fp8": 6e-2, "bf16": 8e-3}
 
 
 @dataclass(frozen=True)
@@ -92,62 +88,79 @@ def widened_each_time(x: torch.Tensor, weight: Weight, beside: Weight | None, dt
 
 
 def scaled_mm(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
-    """torch._scaled_mm with one scale for all: x is cast to FP8 beforehand, so that cast is not timed, and blocks are ignored.
+    """torch._scaled_mm with the weight's scales of 128 x 128; x is cast to E4M3, scales of 1 x 128, before what is timed."""
+    rows = _sixteen(x, weight, beside)
+    blocks = rows.float().unflatten(1, (-1, 128))
+    unit = blocks.abs().amax(2).clamp(min=1e-10) / 448
+    codes = (blocks / unit[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    assert weight.scale is not None
+    # tokens are neighbours in x's scales; the weight's are turned as it is
+    x_scale, w_scale = unit.t().contiguous().t(), weight.scale.float().contiguous().t()
+    return lambda: (_scaled(codes, weight.data.t(), x_scale, w_scale)[: len(x), None],)
 
-    It needs 16 rows of x at least.
-    """
+
+def scaled_mm_one(x: torch.Tensor, weight: Weight, beside: Weight | None, dtype: torch.dtype) -> Callable[[], Results]:
+    """torch._scaled_mm with one scale for all, the least it can do: x is cast before what is timed, blocks lose theirs."""
+    rows = _sixteen(x, weight, beside)
+    codes, one = rows.to(torch.float8_e4m3fn), torch.ones((), device=x.device)
+    return lambda: (_scaled(codes, weight.data.t(), one, one)[: len(x), None],)
+
+
+def _sixteen(x: torch.Tensor, weight: Weight, beside: Weight | None) -> torch.Tensor:
+    """Rows of x for torch._scaled_mm, 16 at least and a multiple of 16."""
     if weight.kind != "fp8" or x.shape[1] > 1 or beside is not None:
         raise NotImplementedError("one FP8 product only")
-    rows = x.new_zeros(max(16, len(x)), x.shape[2])
+    rows = x.new_zeros(-(-len(x) // 16) * 16, x.shape[2])
     rows[: len(x)] = x[:, 0]
-    codes, one = rows.to(torch.float8_e4m3fn), torch.ones((), device=x.device)
+    return rows
 
-    def run() -> Results:
-        return (torch.ops.aten._scaled_mm(codes, weight.data.t(), one, one, None, None, torch.bfloat16)[: len(x), None],)
 
-    return run
+def _scaled(x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._scaled_mm(x, w, x_scale, w_scale, None, None, torch.bfloat16)
 
 
 IMPLEMENTATIONS: dict[str, Runner] = {
     "deepdecode": ours,
     "torch.matmul, bfloat16 copy": cublas,
-    "torch._scaled_mm, one scale": scaled_mm,
+    "torch._scaled_mm, 1 x 128": scaled_mm,
+    "torch._scaled_mm, one scale": scaled_mm_one,
     "dequantise, torch.matmul": widened_each_time,
 }
 
 
-def measure(case: Set, T: int, name: str, bandwidth: float, limit_s: float) -> dict[str, Any]:
-    """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
-    row: dict[str, Any] = {"op": "linear", "implementation": name, "T": T, "set": case.name, "ways": case.ways}
-    row |= {"groups": case.groups, "out": case.out, "width": case.width, "kind": case.kind, "beside": case.beside}
-    generator = torch.Generator("cuda").manual_seed(T)
+def runs(name: str, case: Set) -> bool:
+    """Whether the implementation is meant for the set at all."""
+    if "_scaled_mm" in name:
+        return case.kind == "fp8" and case.groups == 1 and not case.beside
+    return case.kind == "fp8" or not name.startswith("dequantise")
+
+
+def work(case: Set, T: int, name: str) -> Work:
+    generator = torch.Generator(cells.DEVICE).manual_seed(T)
     dtype = torch.float32 if case.wide else torch.bfloat16
-    x = torch.randn(T, case.groups, case.width, generator=generator, device="cuda").bfloat16()
-    weights = list(_copies(case, generator, 1 if name.startswith("dequantise") else None))
-    try:
-        calls = [IMPLEMENTATIONS[name](x, *pair, dtype) for pair in weights]
-        got = calls[0]()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {error}"[:160]}
+    x = torch.randn(T, case.groups, case.width, generator=generator, device=cells.DEVICE).bfloat16()
+    weights = weights_of(case)
+    # what widens a weight takes milliseconds, and leaves none of it in L2
+    sets = weights[:1] if name.startswith("dequantise") else weights
+    calls = [IMPLEMENTATIONS[name](x, *pair, dtype) for pair in sets]
+
+    def check() -> dict[str, float]:
+        weight, beside = weights[0]
+        if name.endswith("one scale"):
+            ones = torch.full_like(weight.scale.view(torch.uint8), 127).view(E8M0)  # type: ignore[union-attr]
+            weight = Weight(weight.data, ones)
+        wants = [torch.einsum("tgk,gok->tgo", x.double(), _first_rows(case, weight))]
+        if beside is not None:
+            wants.append((x[:, 0].double() @ beside.data.double().T)[:, None])
+        pairs = [(one[:, :, : want.shape[2]], want) for one, want in zip(calls[0](), wants, strict=True)]
+        return {"rel_err": max(rel_err(*p) for p in pairs), "worst_row_err": max(worst_row_err(*p) for p in pairs)}
+
     weight, beside = weights[0]
-    wants = [torch.einsum("tgk,gok->tgo", x.double(), _first_rows(case, weight))]
-    if beside is not None:
-        wants.append((x[:, 0].double() @ beside.data.double().T)[:, None])
-    pairs = [(one[:, :, : want.shape[2]], want) for one, want in zip(got, wants, strict=True)]
-    row["rel_err"], row["worst_row_err"] = (max(error(*pair) for pair in pairs) for error in (rel_err, worst_row_err))
-    if name == "deepdecode" and not row["rel_err"] < MAX_ERR[dtype]:
-        return row | {"error": "outside the error bound"}
-    warm = time_graph(calls[:1], limit_s=limit_s)
-    row |= {"us_warm": warm.us, "us_warm_low": warm.low, "us_warm_high": warm.high}
-    if len(calls) > 1:
-        rotated = time_graph(calls, limit_s=limit_s)
-        row |= {"us_rotated": rotated.us, "us_rotated_low": rotated.low, "us_rotated_high": rotated.high}
-    nbytes = weight.nbytes + x.nbytes + T * (case.groups * case.out * (4 if case.wide else 2) + 4 * case.beside)
-    nbytes += 0 if beside is None else beside.nbytes
+    nbytes = weight.nbytes + (0 if beside is None else beside.nbytes)
+    nbytes += x.nbytes + T * (case.groups * case.out * dtype.itemsize + 4 * case.beside)
     flops = 2 * T * (case.groups * case.out + case.beside) * case.width
-    row |= {"bytes": nbytes, "flops": flops, "floor_us": nbytes / bandwidth / 1e6}
-    return row | {"floor_fraction": row["floor_us"] / row.get("us_rotated", row["us_warm"])}
+    bound = MAX_ERR[dtype] if name == "deepdecode" else MAX_RIVAL["fp8" if "_scaled_mm" in name else "bf16"]
+    return Work(calls, check, ("rel_err", bound), nbytes, flops)
 
 
 def _first_rows(case: Set, weight: Weight) -> torch.Tensor:
@@ -156,55 +169,42 @@ def _first_rows(case: Set, weight: Weight) -> torch.Tensor:
     return torch.stack([dequantize(weight.rows(at, at + min(512, case.out)), torch.float64) for at in starts])
 
 
-def _copies(case: Set, generator: torch.Generator, count: int | None) -> Iterator[tuple[Weight, Weight | None]]:
-    """Weights of this set, as many as pass L2, at most 48."""
-    size = (case.groups * case.out * (1 if case.kind == "fp8" else 2) + 2 * case.beside) * case.width
+@lru_cache(maxsize=len(SETS))
+def weights_of(case: Set) -> list[tuple[Weight, Weight | None]]:
+    """Weights of this set, as many as pass L2, at most 48, drawn once for all T: 4 GB for all sets."""
+    generator = torch.Generator(cells.DEVICE).manual_seed(0)
 
     def draw(rows: int, kind: str) -> Weight:
-        return random_weight(rows, case.width, kind=kind, device="cuda", generator=generator)
+        return random_weight(rows, case.width, kind=kind, device=cells.DEVICE, generator=generator)
 
-    for _ in range(count or max(2, min(48, -(-PAST_L2 // size)))):
-        yield draw(case.groups * case.out, case.kind), draw(case.beside, "bf16") if case.beside else None
+    size = (case.groups * case.out * (1 if case.kind == "fp8" else 2) + 2 * case.beside) * case.width
+    return [
+        (draw(case.groups * case.out, case.kind), draw(case.beside, "bf16") if case.beside else None)
+        for _ in range(cells.copies(size, 48))
+    ]
+
+
+def jobs(peers: bool) -> Iterator[Cell]:
+    for T in TOKENS:
+        for case in SETS:
+            keys = {"set": case.name, "ways": case.ways, "groups": case.groups, "out": case.out, "width": case.width}
+            keys |= {"kind": case.kind, "beside": case.beside}
+            for name in IMPLEMENTATIONS if peers else ("deepdecode",):
+                if runs(name, case):
+                    row: dict[str, Any] = {"op": "linear", "implementation": name, "T": T, **keys}
+                    yield Cell(row, lambda case=case, T=T, name=name: work(case, T, name))
+
+
+def say(row: dict[str, Any]) -> str:
+    if "T" not in row:
+        return cells.line(row, row["implementation"], "")
+    what = f"{row['implementation']:<28} T={row['T']:<4} {row['set']:<24} 1/{row['ways']}"
+    return cells.line(row, what, f"error {row.get('rel_err', 0):.1e}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.linear", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="rows of x (default: 1 to 256)")
-    parser.add_argument("--peers", action="store_true", help="also torch.matmul, torch._scaled_mm, dequantise + matmul")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
-    commit, bandwidth, start = options.commit or current_commit(), copy_bandwidth(), time.monotonic()
-    rows: list[dict[str, Any]] = []
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    command = "python -m deepdecode.bench.linear" + (" --peers" if options.peers else "")
-    if tuple(options.tokens) != TOKENS:
-        command += " --tokens " + " ".join(map(str, options.tokens))
-    for T in options.tokens:
-        for case in SETS:
-            for implementation in IMPLEMENTATIONS if options.peers else ("deepdecode",):
-                if time.monotonic() - start > options.seconds:
-                    continue
-                row = measure(case, T, implementation, bandwidth, 0.03)
-                rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-                _say(rows[-1])
-        # what a run that is stopped has measured is not lost
-        path = options.out / name / "linear.json"
-        write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
-    return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
-
-
-def _say(row: dict[str, Any]) -> None:
-    what = f"{row['implementation']:<28} T={row['T']:<4} {row['set']:<24} 1/{row['ways']}"
-    if "us_warm" not in row:
-        print(f"{what} {row['error']}", flush=True)
-        return
-    times = f"warm {row['us_warm']:8.2f} us  rotated {row.get('us_rotated', 0):8.2f} us  floor {row['floor_us']:7.2f} us"
-    print(f"{what} {times} {100 * row['floor_fraction']:4.0f} %  error {row['rel_err']:.1e}", flush=True)
+    options = cells.arguments("linear", __doc__, "torch.matmul, torch._scaled_mm, dequantise + matmul").parse_args(argv)
+    return cells.run("linear", options, jobs(options.peers), say)
 
 
 if __name__ == "__main__":

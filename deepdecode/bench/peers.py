@@ -1,7 +1,9 @@
 """Rivals that run beside us, from the folder that DEEPDECODE_PEERS names. None is a dependency.
 
 The folder holds unpacked wheels: `flash_mla/` of PyPI's sgl-flash-mla, `sglang/` of PyPI's sglang (its attention kernels are
-enough: what they import from the engine is replaced by stand-ins here).
+enough: what they import from the engine is replaced by stand-ins here), `deep_gemm/` of PyPI's sgl-deep-gemm 0.1.4.post1 and
+`tvm_ffi/` of apache-tvm-ffi 0.1.11, which it stands on. DeepGEMM compiles its kernels at their first call with nvcc, 5 s each,
+into DG_JIT_CACHE_DIR.
 """
 
 import importlib
@@ -9,10 +11,12 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
+from deepdecode.bench.cells import Missing
 from deepdecode.ops.rows import PagedRows
 from deepdecode.testing.inputs import AttentionInputs
 
@@ -23,6 +27,17 @@ def add_peers() -> None:
     folder = os.environ.get("DEEPDECODE_PEERS")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
+
+
+@cache
+def deep_gemm() -> Any:
+    """DeepGEMM's module; `Missing` says why it is not here."""
+    add_peers()
+    try:
+        return importlib.import_module("deep_gemm")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        # it finds its library and CUDA's compiler while it is imported
+        raise Missing(f"deep_gemm: {type(error).__name__}: {error}") from None
 
 
 def engine_view(cache: PagedRows) -> torch.Tensor:

@@ -306,6 +306,51 @@ def mhc_read_kernel(
         _store4(comb_ptr + t * 16 + 12, c30, c31, c32, c33)
 
 
+def mix(
+    y: torch.Tensor | None,
+    streams: torch.Tensor,
+    post: torch.Tensor | None,
+    comb: torch.Tensor | None,
+    fn: torch.Tensor,
+    config: Config,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first launch: the new streams, and parts [splits, T, rows] of the mixing product and of the sum of squares.
+
+    Row r of the product is the parts' sum at r, the sum of squares at the number of fn's rows.
+    """
+    T, _, C = streams.shape
+    rows = fn.shape[0]
+    splits = triton.cdiv(C, config.block_c)
+    out = streams if y is None else torch.empty_like(streams)
+    part = torch.empty(splits, T, _rows(rows), dtype=torch.float32, device=streams.device)
+    mhc_mix_kernel[splits, triton.cdiv(T, config.block_t)](
+        y,
+        streams,
+        post,
+        comb,
+        fn,
+        out,
+        part,
+        T,
+        C,
+        HAS_Y=y is not None,
+        ROWS=rows,
+        BLOCK_R=_rows(rows),
+        BLOCK_T=config.block_t,
+        BLOCK_C=config.block_c,
+        PDL=config.pdl,
+        INTERPRET=not streams.is_cuda,
+        num_warps=config.mix_warps,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out, part
+
+
+def _rows(rows: int) -> int:
+    """Rows of a part: the product's and the sum of squares', as tiles have them."""
+    return max(16, triton.next_power_of_2(rows + 1))
+
+
 def launch(
     y: torch.Tensor | None,
     streams: torch.Tensor,
@@ -326,37 +371,12 @@ def launch(
     All arguments are contiguous and checked, T > 0. Without y the streams come back as they are.
     """
     T, _, C = streams.shape
-    rows = fn.shape[0]
-    block_r = triton.next_power_of_2(rows + 1)
-    block_r = max(16, block_r)
-    splits = triton.cdiv(C, config.block_c)
-    out = streams if y is None else torch.empty_like(streams)
-    part = torch.empty(splits, T, block_r, dtype=torch.float32, device=streams.device)
+    out, part = mix(y, streams, post, comb, fn, config)
+    splits, _, block_r = part.shape
     x = torch.empty(T, C, dtype=streams.dtype, device=streams.device)
-    site = rows == SITE_ROWS
+    site = len(fn) == SITE_ROWS
     new_post = torch.empty(T, 4, dtype=torch.float32, device=streams.device) if site else None
     new_comb = torch.empty(T, 4, 4, dtype=torch.float32, device=streams.device) if site else None
-    pdl = {"launch_pdl": True} if config.pdl else {}
-    mhc_mix_kernel[splits, triton.cdiv(T, config.block_t)](
-        y,
-        streams,
-        post,
-        comb,
-        fn,
-        out,
-        part,
-        T,
-        C,
-        HAS_Y=y is not None,
-        ROWS=rows,
-        BLOCK_R=block_r,
-        BLOCK_T=config.block_t,
-        BLOCK_C=config.block_c,
-        PDL=config.pdl,
-        INTERPRET=not streams.is_cuda,
-        num_warps=config.mix_warps,
-        **pdl,
-    )
     mhc_read_kernel[T, 2 if site else 1](
         out,
         part,
@@ -372,13 +392,13 @@ def launch(
         norm_eps,
         hc_eps,
         iters,
-        ROWS=rows,
+        ROWS=len(fn),
         BLOCK_R=block_r,
         BLOCK_S=triton.next_power_of_2(splits),
         BLOCK_C=triton.next_power_of_2(C),
         PDL=config.pdl,
         INTERPRET=not streams.is_cuda,
         num_warps=config.read_warps,
-        **pdl,
+        **({"launch_pdl": True} if config.pdl else {}),
     )
     return out, x, new_post, new_comb
