@@ -70,6 +70,7 @@ def check_times(rows):
 @pytest.fixture
 def small_sets(monkeypatch):
     monkeypatch.setattr(linear, "TOKENS", (1, 3))
+    monkeypatch.setattr(linear, "PEER_TOKENS", (1, 3))
     sets = [linear.Set(f"{case.name}", case.ways, min(2, case.groups), 256, 256, case.kind, case.wide, case.beside and 24)
             for case in linear.SETS if case.ways == 1]  # fmt: skip
     monkeypatch.setattr(linear, "SETS", tuple(sets))

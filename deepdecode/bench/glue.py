@@ -263,7 +263,7 @@ def token(T: int, temperature: float, top_p: float) -> Work:
 
 def jobs(peers: bool) -> Iterator[Cell]:
     def cell(op: str, T: int, make: Callable[[], Work], implementation: str = "deepdecode", **keys: Any) -> Cell:
-        return Cell({"op": op, "implementation": implementation, "T": T, **keys}, make, limit_s=0.08)
+        return Cell({"op": op, "implementation": implementation, "T": T, **keys}, make, limit_s=0.04)
 
     for T in TOKENS:
         yield cell("mhc_boundary", T, lambda T=T: boundary(T))
