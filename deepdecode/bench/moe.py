@@ -1,30 +1,34 @@
 """python -m deepdecode.bench.moe: the experts of a layer, checked against float64, past L2, beside their rivals.
 
-Every call has routes of its own, so that few of the weights it reads are left in L2 by the call before. The floor counts the
-distinct experts hit.
+Rotated calls have routes of their own each, so that few of the weights they read are left in L2 by the call before. The floor
+counts the distinct experts hit.
 """
 
-import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
+from deepdecode.bench import cells
+from deepdecode.bench.cells import Cell, Missing, Work
 from deepdecode.ops.moe import moe, moe_ref, swiglu_ref
 from deepdecode.ops.quant import dequantize
 from deepdecode.ops.table import MoeWeights
 from deepdecode.testing.experts import random_experts, random_routes
 from deepdecode.testing.numeric import rel_err, worst_row_err
 
-TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
+# the sizes of the targets first: a run may be cut off
+TOKENS = (16, 64, 1, 32, 2, 4, 8, 128, 256)
+PEER_TOKENS = (1, 16, 64)
 TOP_K, C, LIMIT = 6, 4096, 10.0
-# h is rounded to bfloat16 between the two products, and the sum once at the end
-MAX_ERR = 3e-3
+# h is rounded to bfloat16 between the two products, and the sum once at the end; of one token, the error is that of a row
+MAX_ERR, MAX_ROW_ERR = 3e-3, 4e-3
+# rivals round more: both products, what lies between, and each step of the sum, to bfloat16
+MAX_RIVAL = 1.5e-2
 # the reference widens every expert it meets: a large batch is checked on its first tokens
 CHECKED_TOKENS = 8
 
@@ -41,18 +45,45 @@ class Rank:
     experts: int = 256
 
 
-# V4-Flash whole; a rank of 8 that has an eighth of every expert; a rank of 8 that has 32 whole ones, and 8 ranks' tokens
-RANKS = (Rank("tp1", 256, 2048, 2048), Rank("tp8", 256, 256, 256), Rank("ep8", 32, 2048, 2048, 96))
+# a rank of 8 that has an eighth of every expert; one that has 32 whole ones, and 8 ranks' tokens; V4-Flash whole
+RANKS = (Rank("tp8", 256, 256, 256), Rank("ep8", 32, 2048, 2048, 96), Rank("tp1", 256, 2048, 2048))
 
 Routes = tuple[torch.Tensor, torch.Tensor]
-Runner = Callable[[torch.Tensor, Routes, MoeWeights], Callable[[], torch.Tensor]]
+Runner = Callable[[torch.Tensor, Routes, MoeWeights, Rank], Callable[[], torch.Tensor]]
+"""Takes x, a route, the weights and whose they are, gives the call to time; raises if it cannot run."""
 
 
-def ours(x: torch.Tensor, routes: Routes, w: MoeWeights) -> Callable[[], torch.Tensor]:
+def ours(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Callable[[], torch.Tensor]:
     return lambda: moe(x, *routes, w, LIMIT)
 
 
-def widened_each_time(x: torch.Tensor, routes: Routes, w: MoeWeights) -> Callable[[], torch.Tensor]:
+def grouped(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Callable[[], torch.Tensor]:
+    """torch.nn.functional.grouped_mm on bfloat16 copies, four times the bytes; the call sorts the pairs, on the device."""
+    if not hasattr(F, "grouped_mm"):
+        raise Missing("torch.nn.functional.grouped_mm")
+    ids, weights = routes
+    w13, w2, shared13, shared2 = copies_of(rank)
+    E, top_k = w.w13.shape[0], ids.shape[1]
+    ends = torch.arange(1, E + 1, device=x.device)
+
+    def call() -> torch.Tensor:
+        expert = ids.flatten() - w.first_expert
+        here = (expert >= 0) & (expert < E)
+        # those of other ranks come last, behind the last group
+        expert, order = torch.where(here, expert, E).sort(stable=True)
+        offs = torch.searchsorted(expert, ends, out_int32=True)
+        token, weight = order // top_k, weights.flatten()[order, None].bfloat16()
+        gate, up = F.grouped_mm(x[token], w13.mT, offs=offs).chunk(2, dim=-1)
+        pairs = F.grouped_mm(swiglu_ref(gate, up, LIMIT) * weight, w2.mT, offs=offs)
+        gate, up = (x @ shared13.mT).chunk(2, dim=-1)
+        y = swiglu_ref(gate, up, LIMIT) @ shared2.mT
+        # rows behind the last group were not written
+        return y.index_add_(0, token, torch.where(expert[:, None] < E, pairs, 0))
+
+    return call
+
+
+def widened_each_time(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Callable[[], torch.Tensor]:
     """Expert by expert: dequantise to bfloat16, torch.matmul. The experts hit are asked for beforehand, and not timed."""
     ids, weights = routes
     local = ids.long() - w.first_expert
@@ -70,7 +101,25 @@ def widened_each_time(x: torch.Tensor, routes: Routes, w: MoeWeights) -> Callabl
     return call
 
 
-IMPLEMENTATIONS: dict[str, Runner] = {"deepdecode": ours, "dequantise, torch.matmul": widened_each_time}
+IMPLEMENTATIONS: dict[str, Runner] = {
+    "deepdecode": ours,
+    "grouped_mm, bfloat16 copy": grouped,
+    "dequantise, torch.matmul": widened_each_time,
+}
+
+
+@lru_cache(maxsize=len(RANKS))
+def weights_of(rank: Rank) -> MoeWeights:
+    """Drawn once for all T."""
+    return random_experts(rank.E, C, rank.width, rank.shared, first=rank.first, device=cells.DEVICE)
+
+
+@lru_cache(maxsize=len(RANKS))
+def copies_of(rank: Rank) -> tuple[torch.Tensor, ...]:
+    """w13, w2 and the shared expert's two in bfloat16: 13 GB of V4-Flash's whole, and widened an expert at a time."""
+    w = weights_of(rank)
+    routed = (torch.stack([dequantize(part[e]).bfloat16() for e in range(rank.E)]) for part in (w.w13, w.w2))
+    return (*routed, dequantize(w.shared13).bfloat16(), dequantize(w.shared2).bfloat16())
 
 
 def _here(ids: torch.Tensor, rank: Rank) -> torch.Tensor:
@@ -78,76 +127,50 @@ def _here(ids: torch.Tensor, rank: Rank) -> torch.Tensor:
     return ids[(ids >= rank.first) & (ids < rank.first + rank.E)]
 
 
-def measure(rank: Rank, w: MoeWeights, T: int, name: str, bandwidth: float, limit_s: float) -> dict[str, Any]:
-    """One row of a result file. A case that fails its check, or that the implementation cannot run, has no time."""
-    row: dict[str, Any] = {"op": "moe", "implementation": name, "T": T, "rank": rank.name, "experts": rank.E, "top_k": TOP_K}
-    row |= {"width": rank.width, "shared": rank.shared}
-    generator = torch.Generator("cuda").manual_seed(T)
-    x = torch.randn(T, C, generator=generator, device="cuda").bfloat16()
-    count = 1 if name.startswith("dequantise") else max(2, min(32, 256 // T))
-    routes = [random_routes(T, rank.experts, TOP_K, device="cuda", seed=n) for n in range(count)]
-    try:
-        calls = [IMPLEMENTATIONS[name](x, route, w) for route in routes]
-        got = calls[0]()[:CHECKED_TOKENS]
-        torch.cuda.synchronize()
-    except Exception as error:
-        return row | {"error": f"{type(error).__name__}: {error}"[:160]}
-    n = CHECKED_TOKENS
-    want = moe_ref(x[:n].double(), routes[0][0][:n], routes[0][1][:n].double(), w, LIMIT)
-    row |= {"rel_err": rel_err(got, want), "worst_row_err": worst_row_err(got, want)}
-    if name == "deepdecode" and not row["rel_err"] < MAX_ERR:
-        return row | {"error": "outside the error bound"}
-    timing = time_graph(calls, calls_per_graph=len(calls), limit_s=limit_s)
-    row |= {"us_rotated": timing.us, "us_rotated_low": timing.low, "us_rotated_high": timing.high}
-    hit = sum(len(_here(ids, rank).unique()) for ids, _ in routes) / count
+def work(rank: Rank, T: int, name: str) -> Work:
+    w = weights_of(rank)
+    generator = torch.Generator(cells.DEVICE).manual_seed(T)
+    x = torch.randn(T, C, generator=generator, device=cells.DEVICE).bfloat16()
     each = (w.w13.nbytes + w.w2.nbytes) / rank.E
-    nbytes = int(hit * each) + w.shared13.nbytes + w.shared2.nbytes + 2 * x.nbytes
+    shared = w.shared13.nbytes + w.shared2.nbytes
+    # what widens weights takes milliseconds, and leaves none of them in L2; others in turn read experts that differ
+    likely = int(min(rank.E, T * TOP_K * rank.E / rank.experts) * each) + shared
+    count = 1 if name.startswith("dequantise") else cells.copies(likely, 32)
+    routes = [random_routes(T, rank.experts, TOP_K, device=cells.DEVICE, seed=n) for n in range(count)]
+    calls = [IMPLEMENTATIONS[name](x, route, w, rank) for route in routes]
+
+    def check() -> dict[str, float]:
+        n = CHECKED_TOKENS
+        want = moe_ref(x[:n].double(), routes[0][0][:n], routes[0][1][:n].double(), w, LIMIT)
+        got = calls[0]()[:n]
+        return {"rel_err": rel_err(got, want), "worst_row_err": worst_row_err(got, want)}
+
+    hit = sum(len(_here(ids, rank).unique()) for ids, _ in routes) / count
     pairs = sum(len(_here(ids, rank)) for ids, _ in routes) / count
-    row |= {"hit": hit, "bytes": nbytes, "flops": int(6 * C * (pairs * rank.width + T * rank.shared))}
-    row["floor_us"] = nbytes / bandwidth / 1e6
-    return row | {"times_floor": timing.us / row["floor_us"]}
+    nbytes = int(hit * each) + shared + 2 * x.nbytes
+    bound = MAX_RIVAL if name != "deepdecode" else MAX_ERR if T > 1 else MAX_ROW_ERR
+    return Work(calls, check, ("rel_err", bound), nbytes, int(6 * C * (pairs * rank.width + T * rank.shared)))
+
+
+def jobs(peers: bool) -> Iterator[Cell]:
+    for T in TOKENS:
+        for rank in RANKS:
+            keys = {"rank": rank.name, "experts": rank.E, "top_k": TOP_K, "width": rank.width, "shared": rank.shared}
+            for name in IMPLEMENTATIONS if peers and T in PEER_TOKENS else ("deepdecode",):
+                row: dict[str, Any] = {"op": "moe", "implementation": name, "T": T, **keys}
+                yield Cell(row, lambda rank=rank, T=T, name=name: work(rank, T, name), limit_s=0.06)
+
+
+def say(row: dict[str, Any]) -> str:
+    if "T" not in row:
+        return cells.line(row, row["implementation"], "")
+    errors = f"error {row.get('rel_err', 0):.1e}, {row.get('worst_row_err', 0):.1e}"
+    return cells.line(row, f"{row['implementation']:<26} {row['rank']} T={row['T']:<4}", errors)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.moe", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens (default: 1 to 256)")
-    parser.add_argument("--peers", action="store_true", help="also dequantise + torch.matmul, expert by expert")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
-    commit, bandwidth, start = options.commit or current_commit(), copy_bandwidth(), time.monotonic()
-    rows: list[dict[str, Any]] = []
-    for rank in RANKS:
-        w = random_experts(rank.E, C, rank.width, rank.shared, first=rank.first, device="cuda")
-        for T in options.tokens:
-            for name in IMPLEMENTATIONS if options.peers else ("deepdecode",):
-                # the rival takes milliseconds
-                if time.monotonic() - start > options.seconds or (name != "deepdecode" and T not in (1, 16)):
-                    continue
-                row = measure(rank, w, T, name, bandwidth, 0.1)
-                rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-                _say(rows[-1])
-        del w
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    command = "python -m deepdecode.bench.moe" + (" --peers" if options.peers else "")
-    path = options.out / name / "moe.json"
-    write_results(path, rows, command=command, commit=commit, copy_bandwidth_tb_s=round(bandwidth, 3))
-    return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
-
-
-def _say(row: dict[str, Any]) -> None:
-    what = f"{row['implementation']:<26} {row['rank']} T={row['T']:<4}"
-    if "us_rotated" not in row:
-        print(f"{what} {row['error']}", flush=True)
-        return
-    times = (
-        f"{row['us_rotated']:9.2f} us  floor {row['floor_us']:8.2f} us  {row['times_floor']:5.2f} x  {row['hit']:6.1f} experts"
-    )
-    print(f"{what} {times}  error {row['rel_err']:.1e}, {row['worst_row_err']:.1e}", flush=True)
+    options = cells.arguments("moe", __doc__, "grouped_mm on bfloat16 copies; dequantise + matmul").parse_args(argv)
+    return cells.run("moe", options, jobs(options.peers), say)
 
 
 if __name__ == "__main__":
