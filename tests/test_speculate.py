@@ -147,7 +147,7 @@ def test_the_draft_is_the_trained_one(folder, model):
     assert made == plain_text(weights, prompt, 6)
     ids = torch.tensor([prompt + made])
     with torch.no_grad():
-        told = Model(PLAIN)(params, ids, topk=PLAIN.index_topk).draft[0]
+        told = Model(PLAIN)(params, ids, topk=PLAIN.index_topk).draft_logits[0]
     # chunks of the prompt end at 50 and 100; then a proposal for each token made, but for the ones that were accepted
     assert rel_err(seen[0], told[49]) < SAME and rel_err(seen[1], told[99]) < SAME
     assert rel_err(seen[2], told[139]) < SAME

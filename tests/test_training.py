@@ -13,7 +13,7 @@ from small_checkpoint import PLAIN
 
 from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
 from deepdecode.runner import Runner
-from deepdecode.testing.numeric import same_bits, worst_row_err
+from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -21,9 +21,10 @@ from ngram import KneserNey
 from training import data
 from training.config import CONFIG
 from training.export import curve, export
-from training.forward import Model, choose, index_loss
-from training.loop import Recipe, Run, losses
-from training.optim import orthogonal
+from training.forward import Model, choose
+from training.loop import Recipe, Run
+from training.optim import AdamW, orthogonal
+from training.parts import index_loss
 from training.prompts import PROMPTS, complete, parses
 from training.weights import from_tensors, initial, nbytes, rounded, specs, to_tensors
 
@@ -63,8 +64,7 @@ def test_every_parameter_is_trained(plain):
     """The text's loss moves all but the indexer, whose own loss moves it and nothing else."""
     p = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in plain.items()}
     tokens = ids(2, 201)
-    result = Model(PLAIN)(p, tokens[:, :-1], topk=PLAIN.index_topk)
-    found = losses(result, tokens)
+    found, _ = Model(PLAIN).losses(p, tokens, topk=PLAIN.index_topk, dropout=0.0, draft=True)
     names = [n for n, t in p.items() if t.requires_grad and not n.endswith("gate.bias")]
     for loss, moves in ((found["told"] + found["draft"], False), (found["kl"], True)):
         grads = torch.autograd.grad(loss, [p[n] for n in names], retain_graph=True, allow_unused=True)
@@ -101,7 +101,7 @@ def test_index_loss_is_the_divergence():
             p = logits[b, s].softmax(-1)[:, 4 : 4 + n].sum(0)
             p = p / p.sum()
             each.append(float((p * (p / scores[b, s, :n].softmax(-1)).log()).sum()))
-    assert index_loss(scores, logits, visible) == pytest.approx(sum(each) / len(each), rel=1e-12)
+    assert index_loss(scores, logits, visible) == pytest.approx(sum(each), rel=1e-12)
     told = logits.softmax(-1)[..., 4:].sum(2).log()
     assert abs(float(index_loss(told, logits, visible))) < 1e-12
 
@@ -149,12 +149,12 @@ def made_tokens(n=6000, vocab=64):
 
 def test_a_run_learns_and_goes_on_where_it_was(tmp_path):
     tokens = {"train": made_tokens(), "valid": made_tokens(600)}
-    recipe = Recipe(steps=24, rows=2, length=64, lr=1e-2, warmup=4, dropout=0.05)
+    recipe = Recipe(steps=24, rows=2, length=64, lr=1e-2, warmup=4, dropout=0.05, dense_until=5, round_from=0.5)
     small = {"hidden_size": 32, "head_dim": 32, "num_heads": 2, "hc_iters": 3, "index_topk": 4}
     config = dataclasses.replace(QUANTISED, num_layers=2, compress_ratios=(0, 4), **small)
 
     def run(folder):
-        return Run(tmp_path / folder, config, recipe, tokens, torch.device("cpu"), compiled=False)
+        return Run(tmp_path / folder, config, recipe, tokens, torch.device("cpu"))
 
     whole = run("whole")
     rows = []
@@ -163,28 +163,102 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path):
     assert last < 0.8 * first
     # untrained: 6 bits for one of 64
     assert whole.best < 5.0 and rows[-1]["valid_bits_per_token"] == whole.best
-    # a cut before each phase begins: indexer, rounding, long sequences
-    for until in (3, 11, 19):
+    # a cut before each phase begins, indexer and rounding, and after
+    for until in (4, 11, 19):
         assert not run("parts").go(until=until, eval_every=24)
     parts = run("parts")
     assert parts.step == 19 and parts.go(eval_every=24)
     for name, p in whole.params.items():
         assert same_bits(p.detach(), parts.params[name].detach()), name
     with pytest.raises(ValueError, match="must hold a run of this recipe"):
-        Run(tmp_path / "parts", config, dataclasses.replace(recipe, lr=1e-3), tokens, torch.device("cpu"), compiled=False)
+        Run(tmp_path / "parts", config, dataclasses.replace(recipe, lr=1e-3), tokens, torch.device("cpu"))
 
 
 def test_a_recipe_refuses():
     with pytest.raises(ValueError, match="train: optimiser must be muon or adamw, got sgd"):
         Recipe(optimiser="sgd")
-    with pytest.raises(ValueError, match="train: steps, rows and length must be >= 1, got 10, 0 and 2048"):
+    with pytest.raises(ValueError, match="train: steps must be >= 0, rows and length >= 1, got 10, 0 and 4096"):
         Recipe(steps=10, rows=0)
+    with pytest.raises(ValueError, match="train: warmup must be >= 40 where steps is 0, got 10"):
+        Recipe(steps=0, warmup=10)
 
 
 def test_a_recipe_is_a_schedule():
-    recipe = Recipe(steps=100, rows=4, length=8, lr=1.0, warmup=10, decay=0.5, long_from=0.8)
+    recipe = Recipe(steps=100, rows=4, length=8, lr=1.0, warmup=10, decay=0.5, round_from=0.8)
     assert [recipe.rate(step) for step in (0, 4, 9, 50, 75, 99)] == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 0.02])
-    assert recipe.shape(79) == (4, 8) and recipe.shape(80) == (2, 16)
+    assert not recipe.rounds(79) and recipe.rounds(80)
+    # until there is a number, it rises and stays
+    open_ended = dataclasses.replace(recipe, steps=0, warmup=80)
+    assert [open_ended.rate(step) for step in (0, 39)] == pytest.approx([1 / 80, 0.5]) and not open_ended.rounds(39)
+
+
+def test_adamw_is_torchs():
+    """Ten steps of changing gradients and rates, one tensor decayed and one not."""
+    ours = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    theirs = {name: p.clone() for name, p in ours.items()}
+    mine = AdamW(ours, {"a"}, (0.9, 0.95))
+    groups = [{"params": [theirs["a"]], "weight_decay": 0.3}, {"params": [theirs["b"]], "weight_decay": 0.0}]
+    other = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+    for step in range(10):
+        grads = {name: torch.randn(p.shape) for name, p in ours.items()}
+        lr = 0.01 * (step + 1)
+        mine.step(grads, torch.tensor(lr), 0.3)
+        for name, p in theirs.items():
+            p.grad = grads[name]
+        for group in other.param_groups:
+            group["lr"] = lr
+        other.step()
+    for name, p in ours.items():
+        assert rel_err(p, theirs[name]) < 1e-6
+
+
+def small_run(folder, tokens, **options):
+    small = {"hidden_size": 32, "head_dim": 32, "num_heads": 2, "hc_iters": 3, "index_topk": 4, "expert_width": 32}
+    config = dataclasses.replace(QUANTISED, num_layers=1, compress_ratios=(4,), expert_dtype="float", **small)
+    recipe = Recipe(**{"rows": 1, "length": 32, "warmup": 40, "dense_until": 2, "round_from": 0.9} | options)
+    return Run(folder, config, recipe, tokens, torch.device("cpu"))
+
+
+def test_a_run_ends_with_the_planned_time(tmp_path, monkeypatch):
+    """The number of steps follows from the speed of the first, is kept, and is a recipe like any other: the same bits."""
+    tokens = {"train": made_tokens(), "valid": made_tokens(200)}
+    clock = [0.0]
+    monkeypatch.setattr("training.loop.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("training.loop.TIMED", range(4, 8))
+
+    def timed(run):
+        step = run.train_step
+
+        def slow():
+            # the first ones wait for compilers
+            clock[0] += 3.0 if run.step < 2 else 0.5
+            return step()
+
+        run.train_step = slow
+        return run
+
+    run = timed(small_run(tmp_path / "a", tokens, steps=0))
+    rows = []
+    with pytest.raises(ValueError, match="train: planned must be given where steps is 0, got none"):
+        run.go()
+    # 2 steps of 3 s, 6 of 0.5 s; of the 5 s that are left, 8 % are spared
+    assert run.go(planned=14.0, say=rows.append)
+    assert run.recipe.steps == run.step == 8 + 9 == next(row["steps"] for row in rows if "steps" in row)
+    assert clock[0] < 14.0
+    again = small_run(tmp_path / "a", tokens, steps=0)
+    assert again.recipe == run.recipe and again.step == run.step
+    whole = small_run(tmp_path / "b", tokens, steps=run.step)
+    whole.go()
+    for name, p in whole.params.items():
+        assert same_bits(p.detach(), run.params[name].detach()), name
+
+
+def test_a_draft_that_is_not_trained_stays(tmp_path):
+    run = small_run(tmp_path, {"train": made_tokens(), "valid": made_tokens(200)}, steps=3, draft_weight=0.0, weight_decay=0.0)
+    before = {name: p.clone() for name, p in run.params.items()}
+    run.train_step()
+    moved = {name for name, p in run.params.items() if not torch.equal(p, before[name])}
+    assert "layers.0.attn.wkv.weight" in moved and not any(name.startswith("mtp.") for name in moved)
 
 
 def test_pieces_tell_every_token_once():
@@ -297,9 +371,9 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     assert {split: count["files"] for split, count in counts.items()} == {"train": 9, "valid": 1, "test": 2}
     small = {"hidden_size": 32, "head_dim": 64, "num_heads": 2, "hc_iters": 3, "index_topk": 4, "vocab_size": 300}
     config = dataclasses.replace(QUANTISED, num_layers=2, compress_ratios=(0, 4), eos_ids=(1,), expert_width=128, **small)
-    recipe = Recipe(steps=8, rows=2, length=64, lr=2e-2, warmup=2)
+    recipe = Recipe(steps=8, rows=2, length=128, lr=2e-2, warmup=2, dense_until=2)
     splits = {split: data.load_tokens(tmp_path / "data", split) for split in ("train", "valid")}
-    run = Run(tmp_path / "run", config, recipe, splits, torch.device("cpu"), compiled=False)
+    run = Run(tmp_path / "run", config, recipe, splits, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"must hold a run that was evaluated, got no state.pt and best.pt"):
         export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config)
     run.go(log_every=2, eval_every=4)
@@ -312,7 +386,7 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     assert checkpoint.config.expert_dtype == "fp4" and checkpoint.dtype("layers.0.ffn.experts.0.w1.weight") == "I8"
     weights = load_model(checkpoint, dtype=torch.float32)
     test, bits = data.load_tokens(tmp_path / "data", "test"), 0.0
-    for piece in data.pieces(test, 2 * recipe.length):
+    for piece in data.pieces(test, recipe.length):
         runner = Runner(weights, max_len=len(piece), fmt="f32")
         logits = runner.prefill(runner.cache.acquire(), piece[:-1].tolist(), every=True)
         bits -= float(logits.log_softmax(1).gather(1, torch.from_numpy(piece[1:, None])).sum()) / math.log(2)

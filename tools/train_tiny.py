@@ -2,7 +2,7 @@
 
     python tools/train_tiny.py data OUT [--stdlib DIR]      tokenizer and tokens, from CPython 3.11.7's standard library
     python tools/train_tiny.py train DATA RUN [options]     train, or go on with a run; --seconds ends a piece
-    python tools/train_tiny.py speed DATA [options]         time of a step, compiled or with --eager; nothing is kept
+    python tools/train_tiny.py speed DATA [options]         time of a step, as a graph or with --eager; nothing is kept
     python tools/train_tiny.py export DATA RUN MODEL        an official checkpoint: FP8, FP4, tokenizer, card
     python tools/train_tiny.py curve RUN                    the loss curve as a picture
     python tools/train_tiny.py prompts MODEL                greedy text of twenty prompts, and how many are Python
@@ -39,13 +39,14 @@ def main(argv: list[str]) -> int:
     both[0].add_argument("data", type=Path)
     both[0].add_argument("run", type=Path)
     both[0].add_argument("--seconds", type=float, default=float("inf"), help="end this piece after so long")
+    both[0].add_argument("--planned", type=float, help="with --steps 0: as many steps as end after so many seconds")
     both[0].add_argument("--until", type=int, help="end this piece at this step")
-    both[0].add_argument("--eval-every", type=int, default=250)
+    both[0].add_argument("--eval-every", type=int, default=160)
     both[1].add_argument("data", type=Path)
-    both[1].add_argument("--timed", type=int, default=10, help="steps that are timed, after three others")
+    both[1].add_argument("--timed", type=int, default=20, help="steps that are timed, after three others")
     for one in both:
         one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-        one.add_argument("--eager", action="store_true", help="compile nothing")
+        one.add_argument("--eager", action="store_true", help="no graphs: every launch on its own")
         for field in dataclasses.fields(Recipe):
             if field.name != "betas":
                 one.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
@@ -90,7 +91,7 @@ def new_run(args: argparse.Namespace, folder: Path) -> Run:
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.name != "betas"}
     tokens = {split: data.load_tokens(args.data, split) for split in ("train", "valid")}
     device = torch.device(args.device)
-    return Run(folder, CONFIG, Recipe(**values), tokens, device, compiled=device.type == "cuda" and not args.eager)
+    return Run(folder, CONFIG, Recipe(**values), tokens, device, graphs=not args.eager)
 
 
 def speed(args: argparse.Namespace) -> dict[str, float]:
@@ -106,9 +107,8 @@ def speed(args: argparse.Namespace) -> dict[str, float]:
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        rows, length = run.recipe.shape(run.step - 1)
     each = seconds[1] / args.timed
-    told = {"ms": each * 1e3, "tokens_per_s": rows * length / each, "first_steps_s": seconds[0]}
+    told = {"ms": each * 1e3, "tokens_per_s": args.rows * args.length / each, "first_steps_s": seconds[0]}
     return told | ({"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {})
 
 
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    over = run.go(until=args.until, seconds=args.seconds, eval_every=args.eval_every, say=say)
+    over = run.go(until=args.until, seconds=args.seconds, planned=args.planned, eval_every=args.eval_every, say=say)
     if run.device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB", file=sys.stderr)
     return 0 if over else 3

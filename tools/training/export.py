@@ -25,7 +25,7 @@ def export(data: Path, folder: Path, model: Path, config: ModelConfig) -> dict[s
         raise ValueError(f"export: {folder} must hold a run that was evaluated, got no state.pt and best.pt")
     recipe = Recipe(**torch.load(state, map_location="cpu", weights_only=True)["recipe"])
     splits = {split: load_tokens(data, split) for split in ("train", "valid", "test")}
-    run = Run(folder, config, recipe, splits, torch.device("cpu"), compiled=False)
+    run = Run(folder, config, recipe, splits, torch.device("cpu"), graphs=False)
     run.params = torch.load(best, map_location="cpu", weights_only=True)
     told = card_figures(run, splits)
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,14 +44,14 @@ def card_figures(run: Run, splits: dict[str, Any]) -> dict[str, Any]:
     for split in ("valid", "test"):
         size = int(splits[split].sizes.sum())
         for name, packed in (("fp32", False), ("exported", True)):
-            found = run.evaluate(split, length=2 * run.recipe.length, round_weights=packed)
+            found = run.evaluate(split, length=run.recipe.length, round_weights=packed)
             told[f"{split}_bits_per_byte_{name}"] = round(found["bits_per_token"] * found["tokens"] / size, 4)
             told[f"{split}_draft_agrees_{name}"] = round(found["draft_agrees"], 4)
     return told
 
 
 def card_text(config: ModelConfig, recipe: Recipe, told: dict[str, Any]) -> str:
-    seen = sum(rows * length for rows, length in map(recipe.shape, range(told["step"])))
+    seen = told["step"] * recipe.rows * recipe.length
     return f"""# deepdecode tiny
 
 A DeepSeek-V4 of {config.num_layers} layers and {config.hidden_size} channels that writes Python, for tests and

@@ -1,7 +1,7 @@
 """Muon for the matrices, AdamW for the rest, one learning rate for both.
 
 Muon: momentum, then the nearest orthogonal matrix to it, near enough, by five Newton-Schulz steps; scaled so that an update has
-the root mean square that AdamW's has, 0.2 of the learning rate.
+the root mean square that AdamW's has, 0.2 of the learning rate. Rates and counts are tensors, so that a step can be replayed.
 """
 
 from collections import defaultdict
@@ -42,58 +42,75 @@ class Muon:
 
     def __init__(self, params: dict[str, Tensor], *, momentum: float = 0.95) -> None:
         self.params, self.momentum = params, momentum
-        self.buffers = {name: torch.zeros_like(p) for name, p in params.items()}
+        self.state = {name: torch.zeros_like(p) for name, p in params.items()}
 
-    @torch.no_grad()
-    def step(self, lr: float, weight_decay: float) -> None:
+    def step(self, grads: dict[str, Tensor], lr: Tensor, weight_decay: float) -> None:
         shapes = defaultdict[torch.Size, list[str]](list)
         for name, p in self.params.items():
             shapes[p.shape[-2:]].append(name)
-        buffers, grads = list(self.buffers.values()), [p.grad for p in self.params.values()]
-        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        torch._foreach_lerp_(list(self.state.values()), [grads[name] for name in self.params], 1 - self.momentum)
         torch._foreach_mul_(list(self.params.values()), 1 - lr * weight_decay)
         for shape, names in shapes.items():
             # Nesterov: the gradient once more, as if the momentum had already moved
-            each = [self.params[n].grad.lerp(self.buffers[n], self.momentum).reshape(-1, *shape) for n in names]
+            each = [grads[name].lerp(self.state[name], self.momentum).reshape(-1, *shape) for name in names]
             stack = torch.cat(each)
-            update = orthogonal(stack.bfloat16() if stack.is_cuda else stack).float() * (RMS * max(shape) ** 0.5)
-            for name, own in zip(names, update.split([len(e) for e in each]), strict=True):
-                self.params[name].sub_(own.view_as(self.params[name]), alpha=lr)
+            update = orthogonal(stack.bfloat16() if stack.is_cuda else stack).float() * (-RMS * max(shape) ** 0.5 * lr)
+            own = [u.view_as(self.params[name]) for name, u in zip(names, update.split([len(e) for e in each]), strict=True)]
+            torch._foreach_add_([self.params[name] for name in names], own)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.buffers
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, buffer in self.buffers.items():
-            buffer.copy_(state[name])
+class AdamW:
+    """Over tensors of any shape; `decayed` are the names that weight decay shrinks."""
+
+    def __init__(self, params: dict[str, Tensor], decayed: set[str], betas: tuple[float, float], eps: float = 1e-8) -> None:
+        self.params, self.decayed, self.betas, self.eps = (
+            params,
+            [params[name] for name in params if name in decayed],
+            betas,
+            eps,
+        )
+        self.state = {f"{name} {what}": torch.zeros_like(p) for what in ("mean", "square") for name, p in params.items()}
+        self.count = torch.zeros((), device=next(iter(params.values())).device)
+
+    def step(self, grads: dict[str, Tensor], lr: Tensor, weight_decay: float) -> None:
+        own, found, moments = list(self.params.values()), [grads[name] for name in self.params], list(self.state.values())
+        means, squares = moments[: len(own)], moments[len(own) :]
+        self.count += 1
+        if self.decayed:
+            torch._foreach_mul_(self.decayed, 1 - lr * weight_decay)
+        torch._foreach_lerp_(means, found, 1 - self.betas[0])
+        torch._foreach_mul_(squares, self.betas[1])
+        torch._foreach_addcmul_(squares, found, found, 1 - self.betas[1])
+        # both moments begin at 0, which is divided out
+        root = torch._foreach_sqrt(squares)
+        torch._foreach_mul_(root, (1 - self.betas[1] ** self.count).rsqrt())
+        torch._foreach_add_(root, self.eps)
+        update = torch._foreach_div(means, root)
+        torch._foreach_mul_(update, -lr / (1 - self.betas[0] ** self.count))
+        torch._foreach_add_(own, update)
 
 
 class Optimiser:
     """kind "muon", or "adamw" for everything. No decay of norms, gates, sinks and positions."""
 
     def __init__(self, params: dict[str, Tensor], specs: dict[str, Spec], kind: str, *, betas: tuple[float, float]) -> None:
-        self.all = {name: p for name, p in params.items() if p.requires_grad}
-        mine = {n: p for n, p in self.all.items() if kind == "muon" and is_matrix(n, specs[n])}
-        rest = {n: p for n, p in self.all.items() if n not in mine}
+        mine = {n: p for n, p in params.items() if kind == "muon" and is_matrix(n, specs[n])}
+        rest = {n: p for n, p in params.items() if n not in mine}
         self.muon = Muon(mine) if mine else None
-        decayed = [p for n, p in rest.items() if p.dim() > 1 and specs[n].kind != "f32"]
-        others = [p for n, p in rest.items() if not (p.dim() > 1 and specs[n].kind != "f32")]
-        fused = all(p.is_cuda for p in rest.values())
-        self.adamw = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=0.0, betas=betas, fused=fused)
+        self.adamw = AdamW(rest, {n for n, p in rest.items() if p.dim() > 1 and specs[n].kind != "f32"}, betas)
 
-    def step(self, lr: float, weight_decay: float) -> None:
+    @torch.no_grad()
+    def step(self, grads: dict[str, Tensor], lr: Tensor, weight_decay: float) -> None:
+        """grads: float32, one for each parameter. lr: float32 []."""
         if self.muon:
-            self.muon.step(lr, weight_decay)
-        for group, decay in zip(self.adamw.param_groups, (weight_decay, 0.0), strict=True):
-            group["lr"], group["weight_decay"] = lr, decay
-        self.adamw.step()
-        for p in self.all.values():
-            p.grad = None
+            self.muon.step(grads, lr, weight_decay)
+        self.adamw.step(grads, lr, weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "muon": self.muon.state_dict() if self.muon else None}
+        return {"adamw": self.adamw.state, "count": self.adamw.count, "muon": self.muon.state if self.muon else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        if self.muon:
-            self.muon.load_state_dict(state["muon"])
+        for own, kept in ((self.adamw.state, state["adamw"]), (self.muon.state if self.muon else {}, state["muon"])):
+            for name, value in own.items():
+                value.copy_(kept[name])
+        self.adamw.count.copy_(state["count"])
