@@ -12,7 +12,7 @@ import torch
 from small_traces import kineto
 
 from deepdecode.ladder.campaign import Plan, climb
-from deepdecode.ladder.gates import LogitsGate
+from deepdecode.ladder.follow import ModelGates
 from deepdecode.ladder.instruments import (
     Dispatched,
     Entry,
@@ -52,15 +52,23 @@ def test_a_pass_fits_its_time(ms, steps):
     clock = Clock(ms)
     found = time_steps(clock.replay, clock.seconds)
     assert (found.steps, found.repeats) == (steps, 3)
-    assert clock.replays == 2 + 4 + 3 * steps
+    # where a pass is four steps, the first look is one
+    assert clock.replays == 2 + (12 if steps == 4 else 4 + 3 * steps)
     assert (found.ms, found.low, found.high) == pytest.approx((ms, ms, ms))
 
 
 def test_the_median_pass_and_its_spread():
-    # warm-up and the first look are slow; then passes of 4 steps at 300, 500 and 400 ms
-    clock = Clock(*[900] * 2, *[600] * 4, *[300] * 4, *[500] * 4, *[400])
+    # the warm-up is slow; then passes of 4 steps at 300, 500 and 400 ms
+    clock = Clock(*[900] * 2, *[300] * 4, *[500] * 4, *[400])
     found = time_steps(clock.replay, clock.seconds)
     assert (found.ms, found.low, found.high, found.steps) == (pytest.approx(400), pytest.approx(300), pytest.approx(500), 4)
+
+
+def test_the_first_look_is_no_pass_where_passes_are_longer():
+    # 4 steps of 10 ms, then passes of 24 at 8, 9 and 7 ms
+    clock = Clock(*[90] * 2, *[10] * 4, *[8] * 24, *[9] * 24, *[7])
+    found = time_steps(clock.replay, clock.seconds)
+    assert (found.ms, found.low, found.high, found.steps) == (pytest.approx(8), pytest.approx(7), pytest.approx(9), 24)
 
 
 def test_a_slim_trace_gives_the_same_profile(tmp_path):
@@ -171,7 +179,7 @@ def test_the_whole_ladder_on_a_small_slice(tmp_path):
         plan,
         slice,
         gpu_instruments(device),
-        LogitsGate(device),
+        ModelGates(device),
         tmp_path / "l.json",
         save=lambda rows: None,
         say=lambda row: None,

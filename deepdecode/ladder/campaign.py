@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def climb(
 
     Args:
         slice: built once, for all rungs.
-        logits_gate: run once for each rung.
+        logits_gate: run once for each rung, whose table it is given.
         path: the result file; traces are named after it and stand beside it.
         done: rows to keep.
         save: takes all rows so far, after each.
@@ -156,7 +157,9 @@ def climb(
             row = {"op": "step", "implementation": f"rung {rung.name}", **case, "commit": plan.commit}
             row["copy_bandwidth_tb_s"] = round(bandwidth, 3)
             if rung.name not in logits:
+                began = time.monotonic()
                 logits[rung.name] = _guarded(lambda rung=rung: logits_gate(rung.ops))
+                row["wall_s"] = {"logits": round(time.monotonic() - began, 2)}
             logits_gates = logits[rung.name]
             if isinstance(logits_gates, str):
                 row["error"] = f"logits gate: {logits_gates}"
@@ -217,16 +220,27 @@ def _measure(
     slimming: Slimming,
 ) -> None:
     """Fill the row. A step that fails a gate gets no time."""
+    spent: dict[str, float] = row.setdefault("wall_s", {})
+    since = time.monotonic()
+
+    def passed(part: str) -> None:
+        """Note the seconds that a part of this measurement took, on the wall."""
+        nonlocal since
+        now = time.monotonic()
+        spent[part], since = round(now - since, 2), now
+
     before = compiled_graphs()
     graph = slice.graph(ops, concurrency)
     graphs, breaks = (now - then for now, then in zip(compiled_graphs(), before, strict=True))
     if graphs:
         row["compiled"] = {"graphs": graphs, "graph_breaks": breaks}
+    passed("capture")
     gates = step_gates(ops, graph.eager)
     # there every compressor completes an entry
     graph.seek(POSITIONS - 1)
     gates += entry_gates(ops, graph.eager)
     graph.seek(0)
+    passed("gates")
     row["gates"] += [gate.told() for gate in gates]
     row |= {"rel_err": finite(gates[0].error), "worst_row_err": finite(gates[1].error)}
     failed = [gate for gate in (*logits, *gates) if not gate.passed]
@@ -235,6 +249,7 @@ def _measure(
         return
     batch = len(graph.tokens)
     tpot = time_steps(graph.replay, instruments.seconds)
+    passed("timing")
     moved = slice.bytes(concurrency)
     floor_us = sum(moved.values()) / row["copy_bandwidth_tb_s"] / 1e6
     hit = slice.experts_hit(concurrency)
@@ -263,9 +278,11 @@ def _measure(
         if kept:
             leaving.pop_all()
             slimming.start(whole, trace)
+    passed("profile")
     if kept:
         entries = profile_entries(graph.eager, instruments.record, trace.with_name(f"eager-{whole.name}"))
         measured |= {"trace": trace.name, "entries": {name: asdict(entry) for name, entry in entries.items()}}
+        passed("entries")
     # all or nothing: a step that failed on the way has no time
     row |= measured
 

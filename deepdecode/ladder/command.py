@@ -4,7 +4,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from deepdecode.config import ModelConfig
 from deepdecode.errors import HintedError
 from deepdecode.ladder.campaign import Plan, all_rungs, climb, known, rungs_told
 from deepdecode.ladder.findings import write_findings
-from deepdecode.ladder.gates import LogitsGate
+from deepdecode.ladder.follow import ModelGates
+from deepdecode.ladder.gates import Gate
 from deepdecode.ladder.instruments import Instruments, gpu_instruments
 from deepdecode.ladder.results import SCHEMA, make_room, read_results, save_results, set_aside
 from deepdecode.ladder.table import ladder_doc
+from deepdecode.ops.table import Ops
 from deepdecode.progress import Progress
 from deepdecode.rungs import RUNGS, Rung
 from deepdecode.slices import POSITIONS, SLICES, RankSlice
@@ -134,9 +136,9 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     make_room(path)
     if request.resume and path.exists():
         read_results(path)
-    gate = LogitsGate(device)
+    gates = ModelGates(device)
     # on one CPU thread, while the GPU makes weights
-    preparing = threading.Thread(target=gate.prepare)
+    preparing = threading.Thread(target=gates.prepare)
     preparing.start()
     bar = Progress("layers made")
     slice = RankSlice(
@@ -150,11 +152,18 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     )
     bar.end()
     preparing.join()
-    document = run(request, plan, slice, instruments, gate, path)
+    document = run(request, plan, slice, instruments, gates, path)
     return _report(request, document, path)
 
 
-def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate: LogitsGate, path: Path) -> dict[str, Any]:
+def run(
+    request: Request,
+    plan: Plan,
+    slice: Any,
+    instruments: Instruments,
+    gates: Callable[[Ops], Sequence[Gate]],
+    path: Path,
+) -> dict[str, Any]:
     """Climb, and keep the result file up to date on the way."""
     done = known(read_results(path)["rows"], plan) if request.resume and path.exists() else []
     document = {
@@ -182,7 +191,7 @@ def run(request: Request, plan: Plan, slice: Any, instruments: Instruments, gate
         save_results(path, {**document, "rows": rows})
         bar.step(len(rows), max(total, len(rows)))
 
-    rows = climb(plan, slice, instruments, gate, path, done=done, save=save_and_count, say=_say)
+    rows = climb(plan, slice, instruments, gates, path, done=done, save=save_and_count, say=_say)
     bar.end()
     save_results(path, {**document, "rows": rows})
     return {**document, "rows": rows}
@@ -203,7 +212,8 @@ def _say(row: dict[str, Any]) -> None:
         return
     attention = row["profile"]["categories"].get("attention", {"ms": 0.0})["ms"]
     times = f"{row['tokens_per_s']:9.1f} tokens/s  TPOT {row['us_warm'] / 1e3:8.3f} ms  attention {attention:7.3f} ms"
-    print(f"{what} {times}  {row['times_floor']:.1f}x floor  error {row['rel_err']:.1e}", file=sys.stderr, flush=True)
+    right = f"{row['times_floor']:.1f}x floor  error {row['rel_err']:.1e}"
+    print(f"{what} {times}  {right}  in {sum(row['wall_s'].values()):.1f} s", file=sys.stderr, flush=True)
 
 
 def _report(request: Request, document: dict[str, Any], path: Path) -> int:

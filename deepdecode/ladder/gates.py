@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deepdecode.checkpoint import seeded_model
+from deepdecode.checkpoint import load_model
+from deepdecode.config import ModelConfig
 from deepdecode.kvcache import KVCache
 from deepdecode.ladder.results import finite
 from deepdecode.model import ModelWeights
@@ -18,7 +19,7 @@ from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import Ops, Step
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, worst_row_err
-from deepdecode.tiny import CONFIG, SEED
+from deepdecode.tiny import CONFIG, tiny_dir
 
 Tensor = torch.Tensor
 # Twice what the product's kernel is held to: the mirrors of engine code round each of two launches, their merge and the sink
@@ -36,7 +37,7 @@ ROWS_WITHIN, TIMES_REFERENCE = 7 / 8, 2.0
 # between logits; where the reference's two best are nearer, either may win
 CLEAR = 0.1
 # beside, across and behind the borders of window (128), ratio-4 and ratio-128 entries
-PROMPTS, DECODE_STEPS = (125, 70, 259), 8
+PROMPTS, DECODE_STEPS, PROMPT_SEED = (125, 70, 259), 8, 4
 
 
 @dataclass(frozen=True)
@@ -179,36 +180,37 @@ class Logits:
     unclear: int
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A prompt's step at which another token won; gap: between the reference's two best logits."""
-
-    prompt: int
-    step: int
-    gap: float
-
-
 class LogitsGate:
-    """Logits of the embedded tiny model: a rung against the reference table in float32, all from the same caches.
+    """Logits of the embedded model: a rung against the reference table in float32, all from the same caches.
 
     The bounds are what the reference table itself loses in bfloat16. Made once for all rungs.
+
+    Args:
+        device: where rungs run; the reference runs on the CPU.
+        prompts: ids of each sequence that the caches hold; by default seeded ones.
+        next: [steps][sequences], the ids that the steps feed; by default seeded ones.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, lengths: Sequence[int] = PROMPTS, steps: int = DECODE_STEPS
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+        next: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.device, self.lengths, self.steps = torch.device(device), tuple(lengths), steps
-        generator = torch.Generator().manual_seed(SEED)
+        self.device = torch.device(device)
+        generator = torch.Generator().manual_seed(PROMPT_SEED)
 
         def tokens(*shape: int) -> list:
             return torch.randint(4, CONFIG.vocab_size, shape, generator=generator).tolist()
 
-        self.prompts: list[list[int]] = [tokens(n) for n in self.lengths]
-        self.next: list[list[int]] = tokens(steps, len(self.lengths))
+        self.prompts: list[list[int]] = [tokens(n) for n in PROMPTS] if prompts is None else [list(ids) for ids in prompts]
+        self.lengths = tuple(len(ids) for ids in self.prompts)
+        self.next: list[list[int]] = tokens(DECODE_STEPS, len(self.lengths)) if next is None else [list(ids) for ids in next]
 
     @cached_property
     def weights(self) -> ModelWeights:
-        return seeded_model(CONFIG, SEED)
+        return load_model(tiny_dir())
 
     @cached_property
     def moved(self) -> ModelWeights:
@@ -217,16 +219,16 @@ class LogitsGate:
 
     @cached_property
     def prefilled(self) -> Runner:
-        return self._runner(self.weights, REFERENCE, None)
+        return self.runner(self.weights, REFERENCE, None)
 
     @cached_property
     def truth(self) -> Tensor:
-        return self._decode(replace(self.weights, embed=self.weights.embed.float()), REFERENCE)
+        return self.decode(replace(self.weights, embed=self.weights.embed.float()), REFERENCE)
 
     @cached_property
     def own(self) -> "Logits":
         """What the reference table itself is off in bfloat16."""
-        return self._compare(self._decode(self.weights, REFERENCE))
+        return self._compare(self.decode(self.weights, REFERENCE))
 
     def prepare(self) -> None:
         """Do what does not depend on a rung, on one thread: products of this size wait for threads more than they gain."""
@@ -240,7 +242,7 @@ class LogitsGate:
     def __call__(self, ops: Ops) -> list[Gate]:
         """By norm, by Kullback-Leibler divergence, by the best token."""
         self.prepare()
-        got, own = self._compare(self._decode(self.moved, ops).to(self.truth.device)), self.own
+        got, own = self._compare(self.decode(self.moved, ops).to(self.truth.device)), self.own
         note = f"{len(self.truth)} rows of the tiny model"
         kept = f"{note}; what {ROWS_WITHIN:.1%} of them keep"
         return [
@@ -272,50 +274,24 @@ class LogitsGate:
     @torch.inference_mode()
     def step(self, ops: Ops) -> Tensor:
         """One decode step of all sequences on a copy of the prefilled caches, on the CPU; logits [sequences, vocab]."""
-        return self._runner(self.weights, ops, self.prefilled.cache).decode(
-            range(len(self.lengths)), self.next[0], self.lengths
-        )
+        return self.runner(self.weights, ops, self.prefilled.cache).decode(range(len(self.lengths)), self.next[0], self.lengths)
 
     @torch.inference_mode()
-    def _decode(self, weights: ModelWeights, ops: Ops) -> Tensor:
+    def decode(self, weights: ModelWeights, ops: Ops) -> Tensor:
         """float32 [steps * sequences, vocab]: the same tokens, whatever was sampled, on a copy of the prefilled caches."""
-        runner = self._runner(weights, ops, self.prefilled.cache)
+        runner = self.runner(weights, ops, self.prefilled.cache)
         slots = range(len(self.lengths))
         steps = [
             runner.decode(slots, tokens, [length + i for length in self.lengths]).float() for i, tokens in enumerate(self.next)
         ]
         return torch.cat(steps)
 
-    @torch.inference_mode()
-    def follow(self) -> None:
-        """Make every next token but the first the one that the reference table in float32 likes best after those before it."""
-        weights = self.moved if self.device.type == "cuda" else self.weights
-        runner = self._runner(replace(weights, embed=weights.embed.float()), REFERENCE, self.prefilled.cache)
-        # references ask the host which experts a token takes
-        runner.graphs = False
-        logits: list[Tensor] = []
-        self.next = self.next[:1]
-        for i in range(self.steps):
-            positions = [length + i for length in self.lengths]
-            logits.append(runner.decode(range(len(positions)), self.next[i], positions).float().cpu())
-            self.next.append(logits[i].argmax(-1).tolist())
-        self.next.pop()
-        self.truth = torch.cat(logits)
-
-    def turns(self, ops: Ops) -> list[Turn]:
-        """Where another token than the reference's is the best, both given the same tokens before it."""
-        logits, want = self._decode(self.moved, ops).cpu(), self.truth
-        best = want.topk(2, dim=-1).values
-        gaps = (best[:, 0] - best[:, 1]).tolist()
-        other = (logits.argmax(-1) != want.argmax(-1)).nonzero().flatten().tolist()
-        return [Turn(row % len(self.lengths), row // len(self.lengths), gaps[row]) for row in other]
-
-    def _runner(self, weights: ModelWeights, ops: Ops, cache: KVCache | None) -> Runner:
+    def runner(self, weights: ModelWeights, ops: Ops, cache: KVCache | None) -> Runner:
         """A runner whose slots hold the prompts, read by itself or copied from another cache."""
-        runner = Runner(weights, max_len=max(self.lengths) + self.steps, slots=len(self.lengths), ops=ops)
+        runner = Runner(weights, max_len=max(self.lengths) + len(self.next), slots=len(self.lengths), ops=ops)
         for prompt in self.prompts:
             slot = runner.cache.acquire()
-            runner.cache.reserve(slot, len(prompt) + self.steps)
+            runner.cache.reserve(slot, len(prompt) + len(self.next))
             if cache is None:
                 runner.prefill(slot, prompt)
         if cache is not None:
@@ -330,7 +306,7 @@ def _to(tree: Any, device: torch.device) -> Any:
         return tree.to(device)
     if isinstance(tree, list):
         return [_to(part, device) for part in tree]
-    if not hasattr(tree, "__dataclass_fields__") or tree is CONFIG:
+    if not hasattr(tree, "__dataclass_fields__") or isinstance(tree, ModelConfig):
         return tree
     return replace(tree, **{f.name: _to(getattr(tree, f.name), device) for f in fields(tree) if f.init})
 
