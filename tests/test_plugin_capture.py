@@ -147,7 +147,7 @@ def test_sglangs_attention(gpu, name, ratio):
 def test_flash_mla_in_a_decode_step(gpu, name, captured):
     more = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": object(), "is_fp8_kvcache": True}
     with gpu(name) as launched:
-        for T, own in ((1, 8), (64, 16), (256, 32)):
+        for T, own in ((1, 8), (64, 16), (512, 32), (256, 64)):
             launched.clear()
             with sglang.decode_step(own, captured=captured):
                 out, _ = sglang.flash_mla(refuse, **sglang_call(T, 64, 4), **more, use_legacy=True)

@@ -1,11 +1,13 @@
 """What the SGLang plug-in does with SGLang's calls, and the check of an engine's source; tests/engines runs SGLang itself."""
 
+import json
 import logging
 import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,23 +179,38 @@ def test_padding_heads_are_neither_computed_nor_returned():
 
 
 @pytest.mark.parametrize(
-    ("arch", "own", "captured", "line"),
+    ("arch", "tokens", "heads", "own", "captured", "line"),
     [
-        (90, 8, True, None),
-        (90, 8, False, "not a decode step in a graph"),
-        (90, None, True, "not a decode step in a graph"),
-        (90, 64, True, "none of 64 heads are padding"),
-        (80, None, False, None),
-        (89, 64, False, None),
-        (100, 8, True, "FlashMLA's kernels on sm_100 have not been measured beside ours"),
+        (90, 1, 64, 8, True, None),
+        (90, 512, 64, 32, True, None),
+        (90, 256, 64, 64, True, None),
+        (90, 257, 64, 64, True, "FlashMLA takes 64 heads as they are, of 257 tokens"),
+        (90, 1, 128, 128, True, "FlashMLA takes 128 heads as they are, of 1 tokens"),
+        (90, 1, 64, 8, False, "not a decode step in a graph"),
+        (90, 1, 64, None, True, "not a decode step in a graph"),
+        (80, 1, 64, None, False, None),
+        (89, 1000, 64, 64, False, None),
+        (100, 1, 64, 8, True, "FlashMLA's kernels on sm_100 have not been measured beside ours"),
     ],
 )
-def test_where_flash_mla_has_the_better_kernel(arch, own, captured, line):
+def test_where_flash_mla_has_the_better_kernel(arch, tokens, heads, own, captured, line):
     if line is None:
-        ops.expect_padded(arch, 64, own, captured)
+        ops.expect_faster(arch, tokens, heads, own, captured)
         return
     with pytest.raises(ValueError, match=re.escape(line)):
-        ops.expect_padded(arch, 64, own, captured)
+        ops.expect_faster(arch, tokens, heads, own, captured)
+
+
+def test_flash_mla_was_measured_to_be_slower_where_its_calls_are_taken():
+    rows = json.loads((Path(__file__).parent.parent / "results" / "h200" / "attention.json").read_text())["rows"]
+    times = {"deepdecode": {}, "flash_mla": {}}
+    for row in rows:
+        if row["fmt"] == "fp8_584" and row["H"] <= 64 and row["implementation"] in times:
+            times[row["implementation"]][row["T"], row["H"], row["window_keys"], row["extra_keys"]] = row
+    pairs = [(times["deepdecode"][size], theirs) for size, theirs in times["flash_mla"].items()]
+    assert {ours["H"] for ours, _ in pairs} == {8, 16, 32, 64} and max(ours["T"] for ours, _ in pairs) == ops.MAX_MEASURED
+    for ours, theirs in pairs:
+        assert ours["us_warm"] < theirs["us_warm"] and ours["us_rotated"] < theirs["us_rotated"], ours
 
 
 @pytest.mark.parametrize(
@@ -319,8 +336,10 @@ def test_the_boundary_agrees_with_float64(gates):
     "change",
     [{"norm_weight": None}, {"norm_eps": 1e-5}, {"hc_post_mult": 1.0}, {"hc_mult": 2}, {"layer_input": torch.zeros(0, 64)}],
 )
-def test_another_boundary_is_sglangs(change):
+def test_another_boundary_is_sglangs(change, caplog):
     assert ops.mhc_boundary(original, *boundary_call(**change).values(), fn_transpose=False) == "SGLang's own"
+    # a rank that idles is no news
+    assert len(caplog.records) == (0 if "layer_input" in change else 1)
 
 
 def test_pages_stay_whole():

@@ -51,7 +51,7 @@ def _expect_attention(call: tuple[Any, ...], sink: Tensor) -> None:
 def _flat(indexed: Set) -> Set:
     indices, lengths = indexed
     # contiguous: on Hopper the indices of ratio 128 are the first columns of a wider buffer
-    return indices.reshape(len(indices), -1).contiguous(), lengths.reshape(-1)
+    return indices.flatten(1).contiguous(), lengths.reshape(-1)
 
 
 def _rows(name: str, cache: Tensor, row_bytes: int) -> PagedRows:
