@@ -378,6 +378,17 @@ def test_a_reader_that_leaves_is_no_error():
         assert running.wait(timeout=60) == 0
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk here is full by nature")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["written at the end", "written at once"])
+def test_a_full_disk_is_one_sentence(unbuffered):
+    with open("/dev/full", "w") as disk:
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            [sys.executable, "-m", "deepdecode", "--version"], stdout=disk, stderr=subprocess.PIPE, text=True, env=env
+        )
+    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+
+
 def test_at_least_20_tokens_per_second(capsys):
     """One thread of one core, in its own processor time, since other work may share the machine; the best of six."""
     speeds = [0.0]
