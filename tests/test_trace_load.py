@@ -296,7 +296,9 @@ def test_progress_reaches_the_end(tmp_path):
         ("a.csv", b"Start (ns),Duration (ns),Name\n", "file must hold trace events, got none"),
         ("a.csv", b"x" * (3 << 20), "a line must be under 1 MB"),
         ("a.sqlite", b"SQLite format 3\0" + b"\xff" * 5000, "file must be an intact Nsight Systems export"),
-        ("a.gz", b"\x1f\x8b" + b"\xff" * 200, "file must be a profiler trace, got an empty file"),
+        ("a.gz", b"\x1f\x8b" + b"\xff" * 200, "got a .gz that is cut or damaged before its first event"),
+        ("a.gz", gzip.compress(SOUND)[:20], "got a .gz that is cut or damaged before its first event"),
+        ("a.json", b'{"traceEvents": {"a": 1}}', 'got JSON whose "traceEvents" is no list'),
     ],
 )
 def test_one_sentence_for_what_is_no_trace(tmp_path, name, data, message):

@@ -297,7 +297,8 @@ def read(path: Path, file: int, into: Collector, progress: Progress | None = Non
             del events
             rest = block[cut[1] :]
     if not started:
-        raise TraceError(f"{path}: file must be a profiler trace, got {_what(head)}", HINT)
+        got = "a .gz that is cut or damaged before its first event" if stream.truncated else _what(head)
+        raise TraceError(f"{path}: file must be a profiler trace, got {got}", HINT)
     if tail is None:
         _, tail = _take_damaged(into, rest, process, last=True)
     into.truncated |= stream.truncated or tail is None
@@ -326,7 +327,9 @@ def _what(head: bytes) -> str:
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if not text:
         return "an empty file"
-    return 'JSON without "traceEvents"' if text.startswith(b"{") else "something else"
+    if not text.startswith(b"{"):
+        return "something else"
+    return 'JSON whose "traceEvents" is no list' if b'"traceEvents"' in text else 'JSON without "traceEvents"'
 
 
 def _facts(head: bytes, tail: bytes, file: int, process: int, into: Collector) -> None:
