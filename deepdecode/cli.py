@@ -148,7 +148,9 @@ def _read(name: str) -> str:
 
 
 def _inspect_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("folder", type=Path, metavar="DIR", help="folder of a checkpoint")
+    p.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="folder of a checkpoint (default: the embedded tiny model)"
+    )
     p.add_argument("--context", type=int, metavar="N", help="tokens that a card must hold beside the weights (default: 32768)")
     p.add_argument("--cache", metavar="FMT", help="their format: fp8_584, bf16 or f32 (default: the first that the model has)")
     p.add_argument("--full", action="store_true", help="search all scales and plain weights for NaN, not 256 MB of each")
@@ -157,9 +159,11 @@ def _inspect_arguments(p: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     from deepdecode.inspect import READ_BYTES, inspect_dir
+    from deepdecode.tiny import tiny_dir
 
     limit = None if args.full else READ_BYTES
-    report = inspect_dir(args.folder, cache_tokens=args.context, cache_format=args.cache, read_bytes=limit)
+    folder = tiny_dir() if args.folder is None else args.folder
+    report = inspect_dir(folder, cache_tokens=args.context, cache_format=args.cache, read_bytes=limit)
     print(json.dumps(report.to_json(), indent=1) if args.json else report.to_text())
     return 1 if report.faults else 0
 
@@ -312,7 +316,8 @@ COMMANDS = {
     ),
     "inspect": Command(
         "what a checkpoint holds, which cards it fits, and every fault found in it (exit 1)",
-        """  deepdecode inspect ~/models/DeepSeek-V4-Flash
+        """  deepdecode inspect
+  deepdecode inspect ~/models/DeepSeek-V4-Flash
   deepdecode inspect DIR --context 131072 --cache bf16
   deepdecode inspect DIR --full --json""",
         _inspect_arguments,

@@ -324,8 +324,9 @@ def _text(report: Report) -> str:
             f"  {config.num_layers} layers (ratio 0: {ratios[0]}, 4: {ratios[4]}, 128: {ratios[128]}),"
             f" hidden {config.hidden_size}, {config.num_heads} heads of {config.head_dim}, vocabulary {config.vocab_size}",
             f"  {config.num_experts} experts of {config.expert_width}, {config.experts_per_token} a token, {experts};"
-            f" {config.num_hash_layers} hash layers; context {config.max_positions}",
-            f"  {report.parameters:,} parameters, {report.tensors:,} tensors in {len(report.shards)} files,"
+            f" {config.num_hash_layers} hash layer{'s' * (config.num_hash_layers != 1)}; context {config.max_positions}",
+            f"  {report.parameters:,} parameters, {report.tensors:,} tensors"
+            f" in {len(report.shards)} file{'s' * (len(report.shards) != 1)},"
             f" {_gb(report.bytes)} of tensors",
         ]
     lines += [f"  note: {note}" for note in report.notes]

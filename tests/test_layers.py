@@ -51,7 +51,7 @@ MAY = {
     "quality": {"bench", "checkpoint", "config", "errors", "kvcache", "model", "ops", "progress", "quality", "runner"}
     | {"speculate", "text", "tiny", "trace"},
     "cli": {"errors", "generate", "inspect", "plan", "env", "engines", "bench", "ladder", "kernels", "ops", "cards", "config"}
-    | {"quality", "trace"},
+    | {"quality", "tiny", "trace"},
     "__main__": {"cli"},
 }
 
