@@ -452,20 +452,8 @@ def _check_sizes(config: ModelConfig, fields: _Fields, names: dict[str, str]) ->
     )
 
 
-def write_config(config: ModelConfig, path: str | os.PathLike[str], *, draft_layers: int = 0) -> None:
-    """Write the official config.json; `read_config` of it gives an equal config.
-
-    Args:
-        path: the file, or a directory to write config.json in.
-        draft_layers: how many MTP blocks the checkpoint holds.
-    """
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    path.write_text(json.dumps(config_json(config, draft_layers=draft_layers), indent=2) + "\n")
-
-
 def config_json(config: ModelConfig, *, draft_layers: int = 0) -> dict[str, Any]:
-    """The contents of the official config.json."""
+    """The official config.json of a checkpoint with `draft_layers` MTP blocks; `read_config` of it gives an equal config."""
     raw: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
     raw |= {entry[0]: getattr(config, ours) for ours, entry in (_INTEGERS | _NUMBERS).items()}
     raw |= {name: want for name, want in _FIXED.items() if name not in ("score_func", "mlp_bias")}
