@@ -21,7 +21,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise HintedError(message, f"{self.prog} --help")
+        raise HintedError(f"{self.prog.removeprefix('deepdecode ')}: {message}", f"{self.prog} --help")
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,8 @@ def read_config_notes(source: str | os.PathLike[str] | dict[str, Any]) -> tuple[
     if isinstance(source, dict):
         return _parse(_Fields(source, "config"))
     path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"{shown(str(path))}: must be a checkpoint's directory or its config.json, found none")
     path = path / "config.json" if path.is_dir() else path
     fields = _Fields(read_json(path), path.name)
     generation = path.with_name("generation_config.json")

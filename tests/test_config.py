@@ -225,6 +225,8 @@ def test_refuses_files(text, message, tmp_path):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"config.json: must be a file, found none in "):
         read_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere: must be a checkpoint's directory or its config.json, found none"):
+        read_config(tmp_path / "nowhere")
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)

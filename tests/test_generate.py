@@ -216,6 +216,7 @@ def test_cache_formats_agree_on_a_short_prompt(capsys):
         (["x", "--context", "999999"], "--context must be at most 16384 (the model's limit), got 999999"),
         (["x", "--context", "0"], "--context must be >= 1, got 0"),
         (["x", "--context", "-5"], "--context must be >= 1, got -5"),
+        (["x", "--batch", "many"], "error: generate: argument --batch: invalid int value: 'many'"),
         (["x", "--seed", str(2**63)], "seed must be a signed 64-bit integer, got 9223372036854775808"),
         (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero must be at most 16777216 bytes, got more"),
         (["--prompt-file", "/"], "--prompt-file must be a file to read, got /: Is a directory"),
