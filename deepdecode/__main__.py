@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         known = isinstance(error, ValueError | OSError) and str(error)
         text = _sentence(error)
         hint = getattr(error, "hint", None) or (None if known else "DEEPDECODE_TRACEBACK=1 shows where this happened")
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            known, text, hint = True, f"{error.name} must be installed, got none", f"pip install {error.name.split('.')[0]}"
         if _is_out_of_memory(error):
             known, hint = True, "`deepdecode inspect DIR` says what fits where; a smaller --context or --batch takes less"
             text = f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more was given'}"

@@ -379,6 +379,13 @@ def test_a_reader_that_leaves_is_no_error():
         assert running.wait(timeout=60) == 0
 
 
+def test_a_missing_package_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "deepdecode.inspect", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["inspect"]) == 2
+    assert capsys.readouterr().err == "error: torch must be installed, got none\n\nhint: pip install torch\n"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk here is full by nature")
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["written at the end", "written at once"])
 def test_a_full_disk_is_one_sentence(unbuffered):
