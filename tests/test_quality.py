@@ -237,6 +237,24 @@ def test_the_command_measures_what_a_model_can_have(folder, tmp_path, capsys):
     assert f"{rows['kv bf16']['bits_per_byte']:.4f}" in told and "kv fp8: needs head" in told and "the same text" in told
 
 
+def test_what_was_read_is_kept(folder, tmp_path, monkeypatch):
+    """A run that is cut has the rows of the pieces before."""
+    calls = []
+
+    def cut(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return tell(*args, **kwargs)
+
+    monkeypatch.setattr("deepdecode.quality.command.tell", cut)
+    with pytest.raises(KeyboardInterrupt):
+        quality_command(Request(checkpoint=folder, tokens=128, contexts="64", device="cpu", out=tmp_path, only="kv bf16"))
+    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
+    assert [(row["choice"], row["tokens"]) for row in rows] == [("fp32", 63), ("kv bf16", 63)]
+    assert rows[0]["kl_bits"] == 0 < rows[1]["kl_bits"]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

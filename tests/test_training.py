@@ -375,9 +375,9 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     splits = {split: data.load_tokens(tmp_path / "data", split) for split in ("train", "valid")}
     run = Run(tmp_path / "run", config, recipe, splits, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"must hold a run that was evaluated, got no state.pt and best.pt"):
-        export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config)
+        export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config, torch.device("cpu"))
     run.go(log_every=2, eval_every=4)
-    told = export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config)
+    told = export(tmp_path / "data", tmp_path / "run", tmp_path / "model", config, torch.device("cpu"))
     assert curve(tmp_path / "run").stat().st_size > 5000
     card = (tmp_path / "model" / "README.md").read_text()
     assert str(told["test_bits_per_byte_exported"]) in card and "Python Software Foundation License" in card

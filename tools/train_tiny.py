@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     one.add_argument("data", type=Path)
     one.add_argument("run", type=Path)
     one.add_argument("model", type=Path)
+    one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where its figures are measured")
     one = what.add_parser("curve")
     one.add_argument("run", type=Path)
     one = what.add_parser("prompts")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.what == "speed":
         print(json.dumps(speed(args)))
     elif args.what == "export":
-        print(json.dumps(export(args.data, args.run, args.model, CONFIG), indent=1))
+        print(json.dumps(export(args.data, args.run, args.model, CONFIG, torch.device(args.device)), indent=1))
     elif args.what == "curve":
         print(curve(args.run))
     else:

@@ -179,16 +179,18 @@ def measure(
             seconds[choice.name] += time.monotonic() - began
             done += 1
             bar.step(done, len(texts) * len(able))
+        # what has been read so far is a result too
+        document["rows"] = [
+            {
+                "choice": choice.name,
+                "what": choice.what,
+                **losses[choice.name].row(),
+                "seconds": round(seconds[choice.name], 2),
+            }
+            for choice in (BASE, *able)
+        ]
+        keep()
     bar.end()
-    for choice in (BASE, *able):
-        row = {
-            "choice": choice.name,
-            "what": choice.what,
-            **losses[choice.name].row(),
-            "seconds": round(seconds[choice.name], 2),
-        }
-        document["rows"].append(row)
-    keep()
     for context in contexts if request.needles else ():
         # nearer than the window nothing is asked of the indexer
         if context - MARGIN <= config.window:

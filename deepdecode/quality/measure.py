@@ -28,7 +28,7 @@ ROWS = 512
 class Told:
     """What a model said of one piece.
 
-    logits: [T, V] on the CPU. experts: for each layer, ids [T, k]. chosen: for each ratio-4 layer and sampled position, its
+    logits: float32 [T, V], where the model is. experts: for each layer, ids [T, k]. chosen: for each ratio-4 layer and sampled position, its
     entries as bool [N]; scores: the same for the index scores as probabilities, where they were asked for.
     """
 
@@ -94,7 +94,7 @@ def tell(weights: ModelWeights, choice: Choice, ids: Sequence[int], contexts: Se
     witness = Witness(choice.ops, weights.config.compress_ratios, positions, scores)
     runner = runner_for(weights, choice, len(ids), witness.ops)
     logits = runner.prefill(runner.cache.acquire(), list(ids), every=True)
-    return Told(logits.float().cpu(), [torch.cat(layer) for layer in witness.experts], witness.chosen, witness.scores)
+    return Told(logits.float(), [torch.cat(layer) for layer in witness.experts], witness.chosen, witness.scores)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Loss:
     mass: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, piece: Piece, told: Told, base: Told) -> None:
-        ids = torch.tensor(piece.ids[1:])
+        ids = torch.tensor(piece.ids[1:], device=told.logits.device)
         for at in range(0, len(ids), ROWS):
             part, here = slice(at, min(at + ROWS, len(ids))), ids[at : at + ROWS]
             ours, theirs = (t.logits[part].double().log_softmax(dim=1) for t in (told, base))

@@ -14,8 +14,8 @@ from training.loop import Recipe, Run
 from training.weights import to_tensors
 
 
-def export(data: Path, folder: Path, model: Path, config: ModelConfig) -> dict[str, Any]:
-    """Write the best parameters of a run as a checkpoint; what its card says.
+def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Write the best parameters of a run as a checkpoint; what its card says, measured on a device.
 
     Raises:
         ValueError: the run has not kept any parameters yet.
@@ -25,8 +25,8 @@ def export(data: Path, folder: Path, model: Path, config: ModelConfig) -> dict[s
         raise ValueError(f"export: {folder} must hold a run that was evaluated, got no state.pt and best.pt")
     recipe = Recipe(**torch.load(state, map_location="cpu", weights_only=True)["recipe"])
     splits = {split: load_tokens(data, split) for split in ("train", "valid", "test")}
-    run = Run(folder, config, recipe, splits, torch.device("cpu"), graphs=False)
-    run.params = torch.load(best, map_location="cpu", weights_only=True)
+    run = Run(folder, config, recipe, splits, device, graphs=False)
+    run.params = torch.load(best, map_location=device, weights_only=True)
     told = card_figures(run, splits)
     with tempfile.TemporaryDirectory() as scratch:
         generation = Path(scratch) / "generation_config.json"
@@ -44,7 +44,7 @@ def card_figures(run: Run, splits: dict[str, Any]) -> dict[str, Any]:
     for split in ("valid", "test"):
         size = int(splits[split].sizes.sum())
         for name, packed in (("fp32", False), ("exported", True)):
-            found = run.evaluate(split, length=run.recipe.length, round_weights=packed)
+            found = run.evaluate(split, length=run.recipe.length, round_weights=packed, exact=True)
             told[f"{split}_bits_per_byte_{name}"] = round(found["bits_per_token"] * found["tokens"] / size, 4)
             told[f"{split}_draft_agrees_{name}"] = round(found["draft_agrees"], 4)
     return told

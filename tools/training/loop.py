@@ -173,11 +173,19 @@ class Run:
         return found
 
     @torch.no_grad()
-    def evaluate(self, split: str, *, length: int, most: int | None = None, round_weights: bool = True) -> dict[str, float]:
-        """Bits of every token of a split's files, in pieces of at most `length` tokens; `most` pieces, spread over them."""
+    def evaluate(
+        self, split: str, *, length: int, most: int | None = None, round_weights: bool = True, exact: bool = False
+    ) -> dict[str, float]:
+        """Bits of every token of a split's files, in pieces of at most `length` tokens; `most` pieces, spread over them.
+
+        exact: in float32 throughout, as a CPU evaluates in any case.
+        """
         cut = pieces(self.data[split], length)
         cut = cut[:: -(-len(cut) // most)] if most else cut
-        p, sums = self.prepared(round_weights), [0.0] * 4
+        p, sums, model = self.prepared(round_weights), [0.0] * 4, self.model
+        if exact:
+            p, model = rounded(self.config, self.params) if round_weights else self.params, Model(self.config)
+            torch.set_float32_matmul_precision("highest")
         # a GPU reads eight at once, filled up to one length: what follows a text changes nothing before it
         at_once, size = (8, -(-length // self.config.window) * self.config.window) if self.device.type == "cuda" else (1, 0)
         for at in range(0, len(cut), at_once):
@@ -187,7 +195,7 @@ class Run:
                 row[: len(ids)] = ids
             told = torch.tensor([len(ids) - 1 for ids in group], device=self.device)[:, None]
             ids = torch.from_numpy(tokens).to(self.device)
-            result = self.model(p, ids[:, :-1], topk=self.config.index_topk, draft=ids.shape[1] > 2)
+            result = model(p, ids[:, :-1], topk=self.config.index_topk, draft=ids.shape[1] > 2)
             place = torch.arange(ids.shape[1] - 1, device=self.device)
             nats = torch.nn.functional.cross_entropy(result.logits.mT, ids[:, 1:], reduction="none")
             found = [(nats * (place < told)).sum(dtype=torch.float64), told.sum()]
@@ -195,6 +203,7 @@ class Run:
                 same = result.draft_logits.argmax(-1) == result.logits[:, 1:].argmax(-1)
                 found += [(same & (place[1:] < told)).sum(), (told - 1).sum()]
             sums = [old + float(new) for old, new in zip(sums, [*found, 0, 0], strict=False)]
+        torch.set_float32_matmul_precision("high")
         bits = sums[0] / sums[1] / math.log(2)
         return {"bits_per_token": bits, "tokens": int(sums[1]), "draft_agrees": sums[2] / max(1.0, sums[3])}
 
