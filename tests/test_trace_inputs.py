@@ -10,9 +10,12 @@ import sqlite3
 import tarfile
 import time
 import zipfile
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
+from made_traces import DATA
 from small_traces import STEP, kineto, nsys, nsys_csv, schedule
 
 from deepdecode.trace import TraceError, columns, load, load_rules, profile
@@ -272,3 +275,49 @@ def test_a_report_follows_a_link(tmp_path):
     write_html(tmp_path / "latest.html", [result], ["t"])
     assert (tmp_path / "latest.html").is_symlink()
     assert (tmp_path / "real.html").read_text().startswith("<!doctype html>")
+
+
+def _shuffled(events):
+    Random(1).shuffle(events)
+
+
+def _an_hour_later(events):
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] + 3_600_000_000, 3)
+
+
+def _fields_reversed(events):
+    events[:] = [dict(reversed(event.items())) for event in events]
+
+
+def _times_as_text(events):
+    for event in events:
+        event |= {key: str(event[key]) for key in ("ts", "dur") if key in event}
+
+
+def _busy_host(events):
+    events += [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 5, "dur": 10**9, "args": {}}] * 50
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    with gzip.open(DATA / "decode_splitk.json.gz") as file:
+        text = file.read()
+    (path := tmp_path_factory.mktemp("generated") / "trace.json").write_bytes(text)
+    return text, profile(load(path))
+
+
+@pytest.mark.parametrize("change", [_shuffled, _an_hour_later, _fields_reversed, _times_as_text, _busy_host])
+def test_what_says_nothing_of_the_gpu_changes_nothing(tmp_path, generated, change):
+    """The order of events, the clock's zero, how numbers are spelled, what the host did: the profile stays as it is."""
+    text, before = generated
+    trace = json.loads(text)
+    change(trace["traceEvents"])
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    after = profile(load(tmp_path / "trace.json"))
+    assert before.devices[0].steps.count == 3
+    # a timeline's names stand in the order in which the file first has them
+    assert [replace(one, timeline=None) for one in after.devices] == [replace(one, timeline=None) for one in before.devices]
+    assert (after.phase, after.batch, after.warnings) == (before.phase, before.batch, before.warnings)
+    assert replace(after.health, events=0) == replace(before.health, events=0)
