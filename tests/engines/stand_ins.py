@@ -66,8 +66,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install():
-    """Let `import` find a stand-in for each of the packages that is missing."""
+def install(*more):
+    """Let `import` find a stand-in for each of the packages that is missing, and for those of `more`."""
     from transformers.utils import import_utils
 
     # transformers asks once what is there and keeps the answer: it must be the true one
@@ -78,4 +78,4 @@ def install():
             except Exception:
                 # some want an argument, and keep nothing
                 continue
-    sys.meta_path.append(_Finder({name for name in (*CUDA_ONLY, *OTHERS) if importlib.util.find_spec(name) is None}))
+    sys.meta_path.append(_Finder({name for name in (*CUDA_ONLY, *OTHERS, *more) if importlib.util.find_spec(name) is None}))

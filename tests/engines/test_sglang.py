@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 
 # SGLang's reference rounds the cached rows to bfloat16, ours widens them exactly; both round the output to bfloat16
 AGREE = 3e-3
-SCRIPT = Path(__file__).parent / "sglang_decode.py"
-OTHERS = Path(__file__).parent / "sglang_parts.py"
+HERE = Path(__file__).parent
+SCRIPT = HERE / "sglang_decode.py"
+OTHERS = HERE / "sglang_parts.py"
 # tests/engines/sglang_decode.py: 12 decode cases and 3 of its prefill way
 CASES = 15
 ON = {"SGLANG_SM120_MMA_FLASHMLA": "1"}
@@ -315,3 +316,15 @@ def test_without_the_word_no_megakernel_is_registered(run):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=Path(__file__).parent
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_process_that_sglang_starts_has_its_hooks(run):
+    """The launcher, two ranks' schedulers, the data-parallel controller and the detokenizer, each started by SGLang's function."""
+    found = run(ON, script=HERE / "sglang_processes.py")
+    assert set(found) == {"launcher", "scheduler 0", "scheduler 1", "controller", "detokenizer"}
+    for name, told in found.items():
+        assert told["replaced"] and not told["cuda"], name
+        (line,) = told["said"]
+        assert line.startswith("deepdecode in SGLang 0.5.23: on: attention (on sm_120, sm_121), flashmla "), name
+        # SGLang went on to where it needs a server
+        assert told["stopped"].startswith(("AttributeError: 'NoneType'", "TypeError: ")), told["stopped"]
