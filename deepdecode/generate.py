@@ -21,7 +21,7 @@ from deepdecode.progress import Progress
 from deepdecode.runner import Runner, Sampling, Token, check_prompts
 from deepdecode.speculate import Speculator
 from deepdecode.text import Stream, Text
-from deepdecode.tiny import tiny_dir
+from deepdecode.tiny import TRAINED, tiny_dir
 
 FORMATS = ("auto", "fp8_584", "bf16", "f32")
 # a model with a smaller hidden size runs on one CPU thread: its products are so short that threads mostly wait for each
@@ -67,7 +67,9 @@ def generate_command(request: Request) -> int:
         checkpoint = open_checkpoint(folder)
     except ValueError as error:
         if request.checkpoint is None:
-            raise HintedError(str(error), f"delete {folder}, it is built again") from None
+            raise HintedError(
+                str(error), "install deepdecode again" if TRAINED else f"delete {folder}, it is built again"
+            ) from None
         raise
     config = checkpoint.config
     text = Text(folder, config.bos_id)

@@ -1,7 +1,8 @@
-"""The embedded model: a tiny V4 in the official checkpoint format, seeded, built at first use.
+"""The embedded model: a tiny V4 in the official checkpoint format.
 
-It has every layer kind of V4-Flash and its head_dim, window and ratios, so that the real kernels apply to it. Its weights
-are random: what it prints means nothing.
+It has every layer kind of V4-Flash and its head_dim, window and ratios, so that the real kernels apply to it. A trained one lies in
+the package's folder (`tools/train_tiny.py embed` puts it there, README.md is its card). Otherwise it is seeded and built
+at first use: its weights are random, and what it prints means nothing.
 """
 
 import hashlib
@@ -10,12 +11,15 @@ from pathlib import Path
 
 from deepdecode import __version__
 from deepdecode.checkpoint import seeded_tensors, write_checkpoint
-from deepdecode.config import ModelConfig, Yarn
+from deepdecode.config import ModelConfig, Yarn, read_config
 
-TOKENIZER = Path(__file__).parent / "data" / "tiny" / "tokenizer.json"
+FOLDER = Path(__file__).parent / "data" / "tiny"
+TOKENIZER = FOLDER / "tokenizer.json"
+# whether the weights of the folder are there, or are made from a seed
+TRAINED = (FOLDER / "config.json").is_file()
 SEED = 4
 
-CONFIG = ModelConfig(
+SEEDED = ModelConfig(
     vocab_size=1024,
     hidden_size=256,
     num_layers=4,
@@ -36,16 +40,19 @@ CONFIG = ModelConfig(
     eos_ids=(1,),
 )
 
+CONFIG = read_config(FOLDER) if TRAINED else SEEDED
 # another model under the same name would be read as this one
-NAME = "tiny-" + hashlib.sha256(f"{__version__} {SEED} {CONFIG}".encode()).hexdigest()[:12]
+NAME = "tiny-" + hashlib.sha256(f"{__version__} {SEED} {SEEDED}".encode()).hexdigest()[:12]
 
 
 def tiny_dir() -> Path:
-    """The folder of the embedded checkpoint, built if it is not there yet (a second or two).
+    """The folder of the embedded checkpoint; a seeded one is built if it is not there yet (a second or two).
 
     Raises:
         ValueError: it is not there and cannot be built where it should be.
     """
+    if TRAINED:
+        return FOLDER
     named = os.environ.get("DEEPDECODE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepdecode"
     try:
         folder = Path(named).expanduser() / NAME
@@ -54,7 +61,7 @@ def tiny_dir() -> Path:
     if not (folder / "config.json").is_file():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, CONFIG, seeded_tensors(CONFIG, SEED, mtp=True), extra_files=[TOKENIZER])
+            write_checkpoint(folder, SEEDED, seeded_tensors(SEEDED, SEED, mtp=True), extra_files=[TOKENIZER])
         except OSError as error:
             # writing is atomic: where two processes build it at once, the second finds the first one's, which is the same
             if not (folder / "config.json").is_file():

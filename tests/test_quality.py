@@ -21,7 +21,7 @@ from deepdecode.quality.text import Needle, Piece, held_out, needles, pieces
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, worst_row_err
 from deepdecode.text import Text
-from deepdecode.tiny import TOKENIZER
+from deepdecode.tiny import CONFIG, TOKENIZER
 from deepdecode.trace.render import plain as plain_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -31,7 +31,14 @@ from training.weights import from_tensors
 
 # every ratio and router, with the tokenizer's vocabulary, sizes in groups of 128, and index keys as fp8_132 has them
 SMALL = dataclasses.replace(
-    PLAIN, vocab_size=1024, index_head_dim=128, hidden_size=128, q_lora_rank=128, o_lora_rank=64, expert_width=128, eos_ids=(1,)
+    PLAIN,
+    vocab_size=CONFIG.vocab_size,
+    index_head_dim=128,
+    hidden_size=128,
+    q_lora_rank=128,
+    o_lora_rank=64,
+    expert_width=128,
+    eos_ids=(1,),
 )
 # float32, the same products in another order
 SAME = 5e-6

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from ngram import KneserNey
 from training import data
 from training.config import CONFIG
-from training.export import curve, export
+from training.export import curve, embed, export
 from training.forward import Model, choose
 from training.loop import Recipe, Run
 from training.optim import AdamW, orthogonal
@@ -394,3 +394,19 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     assert told["test_bits_per_byte_exported"] != told["test_bits_per_byte_fp32"]
     made = complete(tmp_path / "model", 3)
     assert len(made) == 20 and any(made)
+
+    place = tmp_path / "tiny"
+    place.mkdir()
+    for name in ("held_out.json.xz", "config.json", "model-00007-of-00009.safetensors"):
+        (place / name).write_text("old")
+    embed(tmp_path / "model", place)
+    assert (place / "held_out.json.xz").read_text() == "old"
+    assert {file.name: file.read_bytes() for file in place.iterdir() if file.name != "held_out.json.xz"} == {
+        file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()
+    }
+    with pytest.raises(ValueError, match=r"data must be a folder that export wrote, got no README.md"):
+        embed(tmp_path / "data", place)
+    next((tmp_path / "model").glob("*.safetensors")).write_bytes(b"spoilt")
+    with pytest.raises(ValueError, match=r"model must be a checkpoint that runs, got: "):
+        embed(tmp_path / "model", place)
+    assert open_checkpoint(place).config == config

@@ -44,4 +44,5 @@ def test_entry_point(wheel):
 
 
 def test_it_is_small(wheel):
-    assert sum(i.compress_size for i in wheel.infolist()) < 20e6
+    # the embedded model may have 20 MB, all else 2
+    assert sum(i.compress_size for i in wheel.infolist()) < 22e6

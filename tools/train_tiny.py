@@ -6,6 +6,7 @@
     python tools/train_tiny.py export DATA RUN MODEL        an official checkpoint: FP8, FP4, tokenizer, card
     python tools/train_tiny.py curve RUN                    the loss curve as a picture
     python tools/train_tiny.py prompts MODEL                greedy text of twenty prompts, and how many are Python
+    python tools/train_tiny.py embed MODEL                  make an exported model the one that deepdecode has inside
 
 Resumable: the same command goes on where the last piece ended, bit for bit on a CPU. Everything follows from --seed.
 """
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 from training import data
 from training.config import CONFIG
-from training.export import curve, export
+from training.export import curve, embed, export
 from training.loop import Recipe, Run
 from training.prompts import PROMPTS, complete, parses
+
+from deepdecode.tiny import FOLDER
 
 
 def main(argv: list[str]) -> int:
@@ -60,6 +63,7 @@ def main(argv: list[str]) -> int:
     one = what.add_parser("prompts")
     one.add_argument("model", type=Path)
     one.add_argument("--tokens", type=int, default=64)
+    what.add_parser("embed").add_argument("model", type=Path)
     args = p.parse_args(argv)
     try:
         return run(args)
@@ -80,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(export(args.data, args.run, args.model, CONFIG, torch.device(args.device)), indent=1))
     elif args.what == "curve":
         print(curve(args.run))
+    elif args.what == "embed":
+        print("\n".join(map(str, embed(args.model, FOLDER))))
     else:
         made = complete(args.model, args.tokens)
         for prompt, text in zip(PROMPTS, made, strict=True):

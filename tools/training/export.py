@@ -1,17 +1,21 @@
 """From a finished run to a checkpoint in the official format with its card, and the picture of its losses."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepdecode.checkpoint import write_checkpoint
+from deepdecode.checkpoint import CheckpointError, load_draft, load_model, open_checkpoint, write_checkpoint
 from deepdecode.config import ModelConfig
 from training.data import VERSION, load_tokens
 from training.loop import Recipe, Run
 from training.weights import to_tensors
+
+# what the embedded model may have
+MOST = 20_000_000
 
 
 def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -65,6 +69,30 @@ scored routing, four streams, an MTP block.
   float32; {told["valid_bits_per_byte_exported"]}, {told["test_bits_per_byte_exported"]} as exported (FP8, FP4, bfloat16).
 - The MTP block's token is the model's own {100 * told["test_draft_agrees_exported"]:.0f} % of the time (test).
 """
+
+
+def embed(model: Path, folder: Path) -> list[Path]:
+    """Put an exported model in the package's folder, in place of the one there; what else stands there stays.
+
+    Raises:
+        ValueError: it is not the export of a whole model: no card or tokenizer, weights that cannot be read, or over 20 MB.
+    """
+    names = ["README.md", "config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"]
+    missing = [name for name in names if not (model / name).is_file()]
+    if missing:
+        raise ValueError(f"embed: {model} must be a folder that export wrote, got no {missing[0]}")
+    try:
+        checkpoint = open_checkpoint(model)
+        load_draft(checkpoint, load_model(checkpoint))
+    except CheckpointError as error:
+        raise ValueError(f"embed: {model} must be a checkpoint that runs, got: {error}") from None
+    files = [*(model / name for name in names), *sorted(model.glob("*.safetensors"))]
+    size = sum(file.stat().st_size for file in files)
+    if size > MOST:
+        raise ValueError(f"embed: {model} must have at most {MOST} bytes, got {size}")
+    for old in (*folder.glob("*.safetensors"), *(folder / name for name in names)):
+        old.unlink(missing_ok=True)
+    return [Path(shutil.copy(file, folder)) for file in files]
 
 
 def curve(folder: Path) -> Path:
