@@ -1,8 +1,8 @@
 """The embedded model: a tiny V4 in the official checkpoint format.
 
-It has every layer kind of V4-Flash and its head_dim, window and ratios, so that the real kernels apply to it. A trained one lies in
-the package's folder (`tools/train_tiny.py embed` puts it there, README.md is its card). Otherwise it is seeded and built
-at first use: its weights are random, and what it prints means nothing.
+It has every layer kind of V4-Flash and its head_dim, window and ratios, so that the real kernels apply to it. A trained one
+lies in the package's folder (`tools/train_tiny.py embed` puts it there, README.md is its card). Otherwise it is seeded and
+built at first use: its weights are random, and what it prints means nothing.
 """
 
 import hashlib
