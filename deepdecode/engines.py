@@ -100,7 +100,8 @@ def engines_text(told: list[dict[str, Any]], sizes: dict[str, int]) -> str:
     for engine in told:
         lines += ["", _head(engine)]
         for part in engine["parts"]:
-            lines.append(f"  {part['name']}: {'on' if part['on'] else 'off: ' + part['why']}")
+            cards = f", for {', '.join(f'sm_{arch}' for arch in part['archs'])}" if part["archs"] else ""
+            lines.append(f"  {part['name']}{cards}: {'on' if part['on'] else 'off: ' + part['why']}")
             lines += [f"    replaces {name}" for name in part["replaces"]]
             if engine["installed"]:
                 broken = [f"    signature: {problem}" for problem in part["signatures"]]

@@ -126,6 +126,7 @@ def test_who_runs_what_on_which_card(engine, monkeypatch):
     moe = told[0]["parts"][1]
     assert [(card["covers"], card["ours"]) for card in moe["cards"]] == [(False, False), (True, False), (False, False)]
     text = engines.engines_text(told, engines.model_sizes(ModelConfig(), 8))
+    assert "  attention: on\n" in text and "  moe, for sm_120, sm_121: off: DEEPDECODE_TESTS does not name it\n" in text
     assert "    GPU 0, sm_90: ours\n    GPU 1, sm_120: ours\n    GPU 2, sm_75: engine_of_tests's own: sm_75 has no" in text
     assert (
         "    GPU 0, sm_90: would be engine_of_tests's own: it is for sm_120, sm_121\n    GPU 1, sm_120: would be ours" in text

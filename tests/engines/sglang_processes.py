@@ -1,4 +1,4 @@
-"""Start the processes that SGLang starts, by its own functions and up to where they want a server, and save what each has of us.
+"""Start what SGLang starts, by its own functions and up to where they want a server, and save what each process has of us.
 
     python sglang_processes.py OUT
 

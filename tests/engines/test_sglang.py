@@ -319,7 +319,7 @@ def test_without_the_word_no_megakernel_is_registered(run):
 
 
 def test_every_process_that_sglang_starts_has_its_hooks(run):
-    """The launcher, two ranks' schedulers, the data-parallel controller and the detokenizer, each started by SGLang's function."""
+    """The launcher, two ranks' schedulers, the data-parallel controller and the detokenizer, by SGLang's own functions."""
     found = run(ON, script=HERE / "sglang_processes.py")
     assert set(found) == {"launcher", "scheduler 0", "scheduler 1", "controller", "detokenizer"}
     for name, told in found.items():
