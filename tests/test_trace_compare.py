@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from made_profiles import profile
 
-from deepdecode.trace.compare import REFUSALS, compare, moved, normal, spread
+from deepdecode.trace.compare import REFUSALS, compare, moved
 from deepdecode.trace.model import Health, Profile
+from deepdecode.trace.runs import normal, spread
 
 BASE = [("flash_fwd", "attention", 4.0), ("gemm", "gemm_tc", 5.0), ("add", "glue", 1.0)]
 

@@ -11,8 +11,9 @@ from deepdecode.trace.advise import advise
 from deepdecode.trace.compare import ACCEPTABLE, compare
 from deepdecode.trace.findings import entry
 from deepdecode.trace.model import CATEGORIES
+from deepdecode.trace.redact import redact_profile
 from deepdecode.trace.render import clean, code_span, markdown, plain
-from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc, redact_profile, to_json
+from deepdecode.trace.report import advice_doc, comparison_doc, profile_doc, to_json
 
 NAMES = st.text(st.characters(), min_size=1, max_size=40) | st.sampled_from(
     ["a|b", "`", "\\|", "</script>", "[/x]", "\x1b[0m", "\n| x |", "\ud800"]

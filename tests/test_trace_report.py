@@ -14,8 +14,9 @@ from deepdecode.trace import html
 from deepdecode.trace.advise import advise
 from deepdecode.trace.compare import compare
 from deepdecode.trace.model import Health, Profile, Slice, Timeline, TraceError, Warning
+from deepdecode.trace.redact import redact_command, redact_profile
 from deepdecode.trace.render import plain
-from deepdecode.trace.report import advice_doc, change, comparison_doc, profile_doc, redact_command, redact_profile, to_json
+from deepdecode.trace.report import advice_doc, change, comparison_doc, profile_doc, to_json
 
 HOSTILE = [
     "</script><script>window.hit=1</script>",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from deepdecode.trace.compare import spread
 from deepdecode.trace.model import UNKNOWN_LIMIT, DeviceProfile, Kernel, Profile, TraceError, plural
 from deepdecode.trace.render import count, ms, percent, quote
+from deepdecode.trace.runs import spread
 
 SCHEMA = 1  # of Advice as JSON
 IDLE = "idle"

@@ -221,8 +221,7 @@ def run_compare(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def run_serving(args: argparse.Namespace, argv: list[str]) -> int:
-    from dataclasses import replace
-
+    from deepdecode.trace.redact import redact_serving
     from deepdecode.trace.report import serving_doc
     from deepdecode.trace.servebench import compare_serving, read_serving
 
@@ -231,29 +230,12 @@ def run_serving(args: argparse.Namespace, argv: list[str]) -> int:
     labels = name_them(args.traces, args)
     files = [read_serving(path, label) for path, label in zip(args.traces, labels, strict=True)]
     if args.redact:
-        files = [
-            replace(file, path=f"result-{i + 1}", points=tuple(_without_paths(p) for p in file.points))
-            for i, file in enumerate(files)
-        ]
+        files = [redact_serving(file, i) for i, file in enumerate(files)]
     comparison = compare_serving(files, args.allow)
     doc = serving_doc(comparison)
     output(args, comparison, doc)
     record(args, argv, "serving results of " + ", ".join(quoted(labels)), [], [doc])
     return 1 if comparison.refused or comparison.regressed else 0
-
-
-def _without_paths(point):
-    """A model's name, or any other that looks like one, may be a path on somebody's disk; equal names stay equal."""
-    import hashlib
-    from dataclasses import replace
-
-    settings = {
-        name: f"{name}-{hashlib.sha256(value.encode('utf-8', 'replace')).hexdigest()[:8]}"
-        if name == "model" or "/" in value or "\\" in value
-        else value
-        for name, value in point.settings.items()
-    }
-    return replace(point, settings=settings)
 
 
 def run_advise(args: argparse.Namespace, argv: list[str]) -> int:
@@ -355,7 +337,6 @@ def read(paths: Sequence[str], args: argparse.Namespace) -> tuple[list[Profile],
     from deepdecode.trace.categories import load_rules
     from deepdecode.trace.load import load
     from deepdecode.trace.profile import profile
-    from deepdecode.trace.report import redact_profile
 
     labels = name_them(paths, args)
     rules = load_rules(args.rules)
@@ -364,6 +345,8 @@ def read(paths: Sequence[str], args: argparse.Namespace) -> tuple[list[Profile],
         with Progress(label) as progress:
             profiles.append(profile(load(path, progress=progress), rules=rules, phase=args.phase))
     if args.redact:
+        from deepdecode.trace.redact import redact_profile
+
         profiles = [redact_profile(one, i) for i, one in enumerate(profiles)]
     return profiles, labels
 
@@ -428,7 +411,7 @@ def record(args: argparse.Namespace, argv: list[str], title: str, profiles, docs
     if not args.findings or getattr(args, "no_findings", False):
         return
     from deepdecode.trace.findings import append, entry
-    from deepdecode.trace.report import redact_command
+    from deepdecode.trace.redact import redact_command
 
     command = redact_command(argv) if args.redact else "deepdecode " + shlex.join(argv)
     append(args.findings, entry(title, command, profiles, docs, decision))

@@ -1,14 +1,12 @@
 """Profiles, comparisons and advice as documents for `render`, as JSON, and without what must not be shared."""
 
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deepdecode.trace.model import CATEGORIES, SKIPPED, DeviceProfile, Profile, Source, plural
+from deepdecode.trace.model import CATEGORIES, DeviceProfile, Profile, plural
 from deepdecode.trace.render import (
     NAME_WIDTH,
     Bullets,
@@ -30,7 +28,8 @@ from deepdecode.trace.render import (
 if TYPE_CHECKING:  # a profile alone is shown without loading what compares and advises
     from deepdecode.trace import servebench
     from deepdecode.trace.advise import Advice
-    from deepdecode.trace.compare import Comparison, Flag, Row
+    from deepdecode.trace.compare import Comparison, Flag
+    from deepdecode.trace.runs import Row
 
 TOP = 15
 SHOWN_GAPS = 5
@@ -401,58 +400,3 @@ def _serving_cell(cell: "servebench.Cell | None") -> str:
         return "-"
     spread = f" ({cell.low:.2f} to {cell.high:.2f}, {cell.runs} runs)" if cell.runs > 1 else ""
     return f"{cell.value:.2f}{spread}"
-
-
-# ---- for sharing
-
-_PATHS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:;,<>()\[\]{}'\"`]+){2,}")
-
-
-def redact_profile(profile: Profile, index: int) -> Profile:
-    """Without file and host names, paths and what users or engines annotated. GPU and kernel names, times and hashes stay."""
-    sources = tuple(
-        Source(f"trace-{index + 1}" + (f"-{i + 1}" if len(profile.sources) > 1 else ""), s.sha256, s.format, s.bytes)
-        for i, s in enumerate(profile.sources)
-    )
-    secrets = {name for source in profile.sources for name in (source.path, re.split(r"[\\/]", source.path)[-1]) if name}
-
-    def text(value: str) -> str:
-        for secret in sorted(secrets, key=len, reverse=True):
-            value = value.replace(secret, sources[0].path)
-        return _PATHS.sub("<path>", value)
-
-    def votes(items):
-        return tuple(replace(vote, note="") for vote in items)
-
-    devices = tuple(
-        replace(
-            dev,
-            steps=replace(dev.steps, votes=votes(dev.steps.votes)),
-            kernel_rows=tuple(
-                replace(row, name=text(row.name), rule=row.rule if row.rule.startswith("builtin") else "user rule")
-                for row in dev.kernel_rows
-            ),
-            gaps=tuple(replace(gap, before=text(gap.before), after=text(gap.after)) for gap in dev.gaps),
-            timeline=dev.timeline and replace(dev.timeline, names=tuple(text(name) for name in dev.timeline.names)),
-        )
-        for dev in profile.devices
-    )
-    return replace(
-        profile,
-        sources=sources,
-        devices=devices,
-        phase_votes=votes(profile.phase_votes),
-        warnings=tuple(replace(warning, text=text(warning.text)) for warning in profile.warnings),
-        rules="builtin" if profile.rules == "builtin" else "with user rules",
-        notes=tuple(text(note) for note in profile.notes if not note.startswith(SKIPPED))
-        + (("other files of the folder were skipped",) if any(n.startswith(SKIPPED) for n in profile.notes) else ()),
-    )
-
-
-def redact_command(argv: Sequence[str]) -> str:
-    """The command's shape: options stay, paths and free text go."""
-    kept = []
-    for word in argv:
-        option, equals, _ = word.partition("=")
-        kept.append(option + ("=<...>" if equals else "") if word.startswith("--") else "<...>")
-    return " ".join(["deepdecode", argv[0], *kept[1:]]) if argv else "deepdecode"
