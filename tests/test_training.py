@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from small_checkpoint import PLAIN
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
 from deepdecode.runner import Runner
@@ -251,6 +253,28 @@ def test_a_run_ends_with_the_planned_time(tmp_path, monkeypatch):
     whole.go()
     for name, p in whole.params.items():
         assert same_bits(p.detach(), run.params[name].detach()), name
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a captured step may not do: take or make a tensor on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves((args, kwargs, out)):
+            assert not isinstance(t, torch.Tensor) or t.device.type == "meta", func
+        return out
+
+
+@pytest.mark.parametrize("kind", [(True, False), (False, False), (False, True)], ids=["dense", "chosen", "rounded"])
+def test_a_step_leaves_the_host_alone(tmp_path, kind):
+    """From the second of a kind on, which is captured: every number of it is the device's."""
+    config = dataclasses.replace(QUANTISED, index_topk=4)
+    tokens = {"train": made_tokens(), "valid": made_tokens(200)}
+    run = Run(tmp_path, config, Recipe(rows=2, length=384), tokens, torch.device("meta"))
+    run._update(*kind)
+    with NoHost():
+        found = run._update(*kind)
+    assert set(found) == {"told", "kl", "draft", "norm", "busiest"}
 
 
 def test_a_draft_that_is_not_trained_stays(tmp_path):

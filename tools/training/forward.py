@@ -49,12 +49,6 @@ class Result(Hidden):
     draft_logits: Tensor | None
 
 
-def turns_of(config: ModelConfig, ratio: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, R / 2] of a layer's rotations."""
-    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * frequencies(config, ratio).to(device, dtype)
-    return angles.cos(), angles.sin()
-
-
 def choose(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """bool, as scores [..., N]: each row's topk largest visible, the lower entry where two are equal."""
     if topk >= scores.shape[-1]:
@@ -93,6 +87,18 @@ class Model:
 
     def __init__(self, config: ModelConfig, parts: Parts = REFERENCE) -> None:
         self.config, self.parts = config, parts
+        # made once: a step that is captured may copy nothing from the host
+        self._turns: dict[tuple[int, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def turns(self, ratio: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [length, R / 2] of a layer's rotations, float32 (float64 for float64)."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        key = (ratio, length, like.device, dtype)
+        if key not in self._turns:
+            angles = torch.arange(length, device=like.device, dtype=dtype)[:, None]
+            angles = angles * frequencies(self.config, ratio).to(like.device, dtype)
+            self._turns[key] = angles.cos(), angles.sin()
+        return self._turns[key]
 
     def __call__(
         self, p: Params, tokens: Tensor, *, topk: int | None, dropout: float = 0.0, draft: bool = True, keep: bool = False
@@ -127,8 +133,7 @@ class Model:
         config = self.config
         x = Embed.apply(tokens, p["embed.weight"])
         streams = (F.dropout(x, dropout) if dropout else x).unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
-        inner = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turns = {r: turns_of(config, r, tokens.shape[1], tokens.device, inner) for r in {0, *config.compress_ratios}}
+        turns = {ratio: self.turns(ratio, tokens.shape[1], x) for ratio in {0, *config.compress_ratios}}
         kls, loads, kept = [], {}, {}
         for i, ratio in enumerate(config.compress_ratios):
             own = part(p, f"layers.{i}.")
@@ -140,7 +145,7 @@ class Model:
                 if keep and chosen is not None:
                     kept[f"layers.{i}"] = chosen
         told = self._head(p, "", streams)
-        kl = torch.stack(kls).mean() if kls else streams.new_zeros((), dtype=inner)
+        kl = torch.stack(kls).mean() if kls else turns[0][0].new_zeros(())
         if not draft:
             return Hidden(told, None, kl, loads, kept)
         own = part(p, DRAFT)
