@@ -28,7 +28,7 @@ class Rung:
 
     yardstick: what an end-to-end ratio over this rung is a ratio over; "" where the ladder's ratios do not use it.
     beside: the rung that this one is another form of, so that no rung stands on it.
-    asked: measured only where it is asked for by name: it takes minutes before its first step.
+    asked: measured only where it is asked for by name: it compiles for long before its first step.
     """
 
     name: str
