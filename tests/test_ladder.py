@@ -174,6 +174,7 @@ def test_a_row_holds_what_was_measured(small, tmp_path):
         "entries against float64",
         "rows written against float64",
         "experts that float64 does not choose",
+        "hyper-connections' gates against float64",
     ]
     assert 1e-4 < row["rel_err"] < 3e-3
     # the trace of the profiled concurrency alone stays
@@ -411,6 +412,24 @@ def test_entry_gates_pass_the_reference(small):
     assert 1e-3 < gates["entries against float64"].error < 4e-3
     assert 1e-3 < gates["rows written against float64"].error < 3e-2
     assert gates["experts that float64 does not choose"].error == 0
+    mixed = gates["hyper-connections' gates against float64"]
+    assert 0 < mixed.error < 2e-6
+    assert 1e-5 < float(mixed.note.split()[-1]) < 1e-2
+
+
+def test_a_mixing_product_in_bfloat16_is_refused(small):
+    """Its gates are off by less than the entries' own roundings, so only a gate of their own sees it."""
+
+    def rounded(y, streams, post, comb, site, norm, config):
+        site = replace(site, fn=site.fn.bfloat16().float())
+        return REFERENCE.mhc_boundary(y, streams, post, comb, site, norm, config)
+
+    gates = entry_gates_of(small, replace(REFERENCE, mhc_boundary=rounded))
+    assert gates["entries against float64"].passed
+    mixed = gates["hyper-connections' gates against float64"]
+    assert not mixed.passed
+    # as the note of every rung says
+    assert mixed.error == pytest.approx(float(mixed.note.split()[-1]), rel=0.1)
 
 
 def a_bit_more(entry, part=None, by=1.02):

@@ -7,7 +7,7 @@ steps see different inputs. Here every entry is handed what the other table's st
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ FP8_PARTS = ("window row", "compressed row", "index row", "scaled index_q")
 # Of bfloat16 results: three roundings to 1.7e-3 each, as the mirrors of engine code have on their way, and room. Of FP8 rows,
 # twice what the reference table in bfloat16 is off. Of experts: sums in float32 tip ties only, of which a token has few.
 MAX_ENTRY_ERR, MAX_ROW_ERR, MAX_OTHERS = 8e-3, 4e-2, 5e-3
+# Of the gates that hyper-connections write with: what the mixing product keeps with its weights in two bfloat16 parts, or in
+# float32. One part would be a hundred times as far off, and TF32 ten times.
+MIXED, MAX_MIX_ERR = ("post", "comb"), 1e-5
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,17 @@ def entry_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
         run: runs one step on the table it is given, eagerly; best one in which every compressor completes an entry.
     """
     first = first_of_kind()
-    # a draw is a choice between neighbours; the entries chosen have a gate of their own
-    table, found = compared(
-        ops, {"float64": FLOAT64}, lambda entry, args: entry not in ("sample", "index_topk") and first(entry, args)
-    )
+    embedded: list[tuple[Any, ...]] = []
+
+    def wanted(entry: str, args: tuple[Any, ...]) -> bool:
+        # a draw is a choice between neighbours; the entries chosen have a gate of their own
+        if entry in ("sample", "index_topk") or not first(entry, args):
+            return False
+        if entry == "mhc_boundary" and args[0] is None:
+            embedded.append(args)
+        return True
+
+    table, found = compared(ops, {"float64": FLOAT64}, wanted)
     run(table)
     gates = []
     for title, bound, parts in (
@@ -143,7 +153,21 @@ def entry_gates(ops: Ops, run: Callable[[Ops], Any]) -> list[Gate]:
         worst = max(mine, key=lambda one: float("inf") if one.error != one.error else one.error, default=None)
         if worst is not None:
             gates.append(Gate(title, worst.error, bound, f"{len(mine)} results, the worst {worst.part} of {worst.entry}"))
+    # before the first sublayer nothing has been rounded: what differs is the mixing product, and what is made of it
+    mixed = [one.error for one in found if (one.entry, one.call) == ("mhc_boundary", 0) and one.part in MIXED]
+    if embedded and mixed:
+        note = f"with weights in one bfloat16 part {_mixed_in_bfloat16(embedded[0]):.1e}"
+        worst = max(mixed, key=lambda error: float("inf") if error != error else error)
+        gates.append(Gate("hyper-connections' gates against float64", worst, MAX_MIX_ERR, note))
     return gates
+
+
+def _mixed_in_bfloat16(args: tuple[Any, ...]) -> float:
+    """How far the gates of a boundary are off in float64 when nothing but the mixing product's weights is rounded, once."""
+    *before, site, norm, config = args
+    rounded = replace(site, fn=site.fn.bfloat16().to(site.fn.dtype))
+    right, off = (_parts("mhc_boundary", FLOAT64.mhc_boundary(*before, of, norm, config), args) for of in (site, rounded))
+    return max(rel_err(off[part], right[part]) for part in MIXED)
 
 
 def _apart(part: str, value: Tensor, other: Tensor) -> float:
