@@ -99,13 +99,11 @@ def engines_text(told: list[dict[str, Any]], sizes: dict[str, int]) -> str:
     lines = ["engines, for a model of " + ", ".join(f"{name} {value}" for name, value in sizes.items())]
     for engine in told:
         lines += ["", _head(engine)]
-        for part in engine["parts"]:
+        for part in engine["parts"] if engine["installed"] else ():
             cards = f", for {', '.join(f'sm_{arch}' for arch in part['archs'])}" if part["archs"] else ""
             lines.append(f"  {part['name']}{cards}: {'on' if part['on'] else 'off: ' + part['why']}")
             lines += [f"    replaces {name}" for name in part["replaces"]]
-            if engine["installed"]:
-                broken = [f"    signature: {problem}" for problem in part["signatures"]]
-                lines += broken or ["    signatures hold"]
+            lines += [f"    signature: {problem}" for problem in part["signatures"]] or ["    signatures hold"]
             for n, card in enumerate(part["cards"]):
                 who = "ours" if card["covers"] else f"{engine['engine']}'s own: {card['why']}"
                 lines.append(f"    GPU {n}, sm_{card['arch']}: {'' if part['on'] else 'would be '}{who}")

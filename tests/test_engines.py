@@ -92,6 +92,9 @@ def test_gpus_without_a_driver():
 def test_an_engine_that_is_missing():
     told = report(PLUGIN)
     assert (told["installed"], told["version"], told["parts"][0]["why"]) == (False, None, "it is not installed")
+    for part in told["parts"]:
+        part["cards"] = []
+    assert engines.engines_text([told], {"tp": 8}) == "engines, for a model of tp 8\n\nengine_of_tests: not installed"
 
 
 @pytest.mark.parametrize(
