@@ -14,6 +14,7 @@ Resumable: the same command goes on where the last piece ended, bit for bit on a
 import argparse
 import dataclasses
 import json
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         print(curve(args.run))
     elif args.what == "embed":
         print("\n".join(map(str, embed(args.model, FOLDER))))
+        # what the ladder must follow is the model's own text; in a process that finds the new one
+        return subprocess.run([sys.executable, Path(__file__).parent / "follow.py"]).returncode
     else:
         made = complete(args.model, args.tokens)
         for prompt, text in zip(PROMPTS, made, strict=True):
