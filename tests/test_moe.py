@@ -250,6 +250,7 @@ def replaced(name, weight):
             r"moe: shared2 must be on cpu as w13, got meta",
         ),
         (lambda x, i, g, w: moe(x, i, g, replaced("shared2", w.shared13), LIMIT), r"moe: shared2 must be \[64, 32\], got"),
+        (lambda x, i, g, w: moe(x, i, g, replaced("first_expert", -3), LIMIT), r"moe: first_expert must be >= 0, got -3"),
     ],
 )
 def test_rejects(call, message):

@@ -4,6 +4,7 @@ import functools
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,29 @@ def test_pairs_are_collected_over_many_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "MAX_CHUNK", 16)
     assert same_bits(run(x, ids, weights, w), want)
     assert same_bits(run(x[:1], ids[:1], weights[:1], w), want[:1])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, 1e37, float("inf"), float("nan")])
+def test_a_routing_weight_may_be_anything(value):
+    """What is not finite is not finite in that token alone, as in the reference."""
+    w, (ids, weights), x = random_experts(5, 64, 32, 64, first=2), random_routes(3, 5, 2), torch.randn(3, 64)
+    ids += 2
+    weights[1, 0] = value
+    with np.errstate(all="ignore"):
+        out = run(x, ids, weights, w)
+    want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
+    assert torch.equal(out.isfinite(), want.isfinite())
+    assert out[0::2].isfinite().all()
+    finite = want.isfinite().all(1)
+    assert worst_row_err(out[finite], want[finite]) < 4 * FP32_STEP
+
+
+def test_rows_apart_and_many_pairs_of_a_token():
+    w, x = random_experts(5, 64, 32, 64), torch.randn(3, 100)[:, 10:74]
+    check(x, *random_routes(3, 8, 3), w)
+    # more pairs than experts, most of them of an expert that the token has already
+    ids = torch.randint(-1, 7, (1, 40), dtype=torch.int32)
+    check(x[:1], ids, torch.rand(1, 40), w)
 
 
 def test_a_nan_stays_in_its_token_and_shows():

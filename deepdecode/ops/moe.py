@@ -74,7 +74,7 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
         output.
 
     Raises:
-        ValueError: an argument has another shape, dtype or device, or limit <= 0.
+        ValueError: an argument has another shape, dtype or device, limit <= 0, or the rank's first expert < 0.
     """
     C = w.w13.shape[-1]
     if x.dim() != 2 or x.shape[1] != C or x.dtype not in FLOATS or x.device != w.w13.device:
@@ -144,6 +144,9 @@ def _(x, *args) -> Tensor:
 
 
 def _expect_experts(w: MoeWeights, C: int) -> None:
+    # an id of -1 would be an expert of such a rank
+    if w.first_expert < 0:
+        raise ValueError(f"moe: first_expert must be >= 0, got {w.first_expert}")
     for name, weight in (("w2", w.w2), ("shared13", w.shared13), ("shared2", w.shared2)):
         if weight.device != w.w13.device:
             raise ValueError(f"moe: {name} must be on {w.w13.device} as w13, got {weight.device}")
