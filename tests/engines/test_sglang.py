@@ -49,7 +49,7 @@ def run(tmp_path_factory):
                 env={**unset, **TORCH, **environment},
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=900,
             )
             assert process.returncode == 0, process.stderr[-4000:]
             done[key] = torch.load(out)

@@ -248,6 +248,30 @@ def test_gpu_layers_run_our_hyper_connections(nvidia):
     assert nvidia["failed"] == [None] * 3 and nvidia["said"] == []
 
 
+def test_gpu_classes_look_at_no_value(tmp_path):
+    """With vLLM's metadata, on sm_90, sm_120 and sm_121: what a CUDA graph can hold, which is what vLLM captures."""
+    kept = {name: os.environ[name] for name in os.environ if not name.startswith(("DEEPDECODE_", "VLLM_"))}
+    process = subprocess.run(
+        [sys.executable, HERE / "vllm_capture.py", tmp_path / "out.pt"],
+        env={**kept, **SERVE},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stderr[-6000:]
+    found = torch.load(tmp_path / "out.pt")
+    assert found["said"] == []
+    for (_, ratio), launches in found["decoded"].items():
+        # vLLM's own is what gives the physical rows of ratio 4
+        assert launches[: -2 if launches[-1] == "merge_kernel" else -1] == (["kernel"] if ratio == 4 else [])
+        assert launches[-1] in ("merge_kernel", "split_kernel")
+    assert set(found["decoded"]) == {
+        (card, ratio) for card in ("RTX PRO 6000", "DGX Spark GB10", "H200") for ratio in (1, 4, 128)
+    }
+    for launches in found["chosen"].values():
+        assert launches[0].startswith("indexer_score") and launches[-1] == "indexer_topk_kernel"
+
+
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
