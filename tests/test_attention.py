@@ -151,6 +151,18 @@ def test_a_token_without_a_key(sink, device, looks_at_lengths):
     assert lse.eq(-math.inf).all()
 
 
+@pytest.mark.parametrize("fmt", ["fp8_584", "bf16", "f32"])
+def test_an_extra_set_without_lanes_is_as_none(fmt, device):
+    """Whatever its format and pages, and whatever the lengths say."""
+    window, q = filled(2, 64, "fp8_584", device), torch.randn(2, 8, 512, device=device)
+    args = (q, window, indices(2, 20, window, device), lens(20, 3, device=device))
+    extra = allocate(0, 3, fmt, device=device)
+    empty = torch.empty(2, 0, dtype=torch.int32, device=device)
+    got = sparse_attn_decode(*args, extra, empty, lens(5, -1, device=device), return_lse=True)
+    for one, other in zip(got, sparse_attn_decode(*args, return_lse=True), strict=True):
+        assert same_bits(one, other)
+
+
 def test_no_tokens(device):
     window = filled(2, 64, "fp8_584", device)
     q = torch.empty(0, 8, 512, device=device).bfloat16()
@@ -342,6 +354,14 @@ def arguments(**changes):
         ({"sink": torch.zeros(4).bfloat16()}, r"sink must be \[4\] float32 or float64 .* got \[4\] bfloat16"),
         ({"out": torch.zeros(3, 4, 512).bfloat16()}, r"out must be \[3, 4, 512\] float32 on cpu, got .* bfloat16"),
         ({"workspace": torch.zeros(9)}, r"workspace must be \[bytes\] uint8 on cpu, got \[9\] float32"),
+        ({"q": [[[0.0]]]}, r"q must be \[T, H, 512\] bfloat16 or float32 or float64 on cpu, got list"),
+        ({"window_indices": None}, r"window_indices must be \[3, K\] int32 on cpu, got NoneType"),
+        ({"window": torch.zeros(2, 4, 512)}, "window must be PagedRows, got Tensor"),
+        ({"window": None}, "window must be PagedRows, got NoneType"),
+        ({"extra": torch.zeros(2, 4, 512)}, "extra must be PagedRows, got Tensor"),
+        ({"scale": math.nan}, "scale must be a finite number, got nan"),
+        ({"scale": -math.inf}, "scale must be a finite number, got -inf"),
+        ({"scale": torch.tensor(0.5)}, r"scale must be a finite number, got tensor\(0.5000\)"),
     ],
 )
 def test_rejects_bad_arguments(op, changes, message):

@@ -103,6 +103,22 @@ def test_a_nan_scale_is_a_nan_row():
     assert out.isnan().any(dim=(1, 2)).tolist() == named.tolist()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_at_both_ends_of_float32(splits):
+    """-inf takes no weight, inf all of it, and so does what is as large as one; beside a token without a key, too."""
+    inputs = corners("cpu", torch.float32)["random lengths and holes"]
+    sink = torch.tensor([-torch.inf, torch.inf, 2e38, -2e38, 0.5])
+    lens = inputs.window_lens.clone()
+    lens[0] = 0
+    inputs = replace(inputs, sink=sink, window_lens=lens, extra=None, extra_indices=None, extra_lens=None)
+    out, lse = run(inputs, config(inputs, splits))
+    want, want_lse = reference(inputs)
+    assert rel_err(out, want) < (SPLIT_STEP if splits > 1 else WHOLE_STEP)
+    assert rel_err(lse, want_lse) < 1e-5
+    assert (out[:, 1:3] == 0).all()
+    assert (out[0] == 0).all()
+
+
 def test_more_tokens_than_a_grid_holds_are_launched_in_parts(monkeypatch):
     inputs = corners("cpu", torch.float32)["random lengths and holes"]
     want, want_lse = run(inputs, config(inputs, 2))

@@ -433,6 +433,8 @@ def split_kernel(
         factor = 1.0 / some
         if HAS_SINK:
             sink = tl.load(sink_ptr + head, mask=head_live, other=0.0) * 1.4426950408889634
+            # infinity less itself would be NaN; what is this large takes all weight as well
+            sink = tl.where(sink == float("inf"), 3.0e38, sink)
             high = tl.maximum(low, sink)
             # a sink of -inf beside no key
             high = tl.where(high == float("-inf"), 0.0, high)

@@ -38,6 +38,8 @@ def merge_kernel(
     sink = float("-inf")
     if HAS_SINK:
         sink = tl.load(sink_ptr + h) * 1.4426950408889634
+        # infinity less itself would be NaN; what is this large takes all weight as well
+        sink = tl.where(sink == float("inf"), 3.0e38, sink)
     row = t * splits * H + h
     peak = sink
     total = 0.0

@@ -28,6 +28,9 @@ def expect(
     """
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
     sizes: dict[str, int] = {}
+    if not isinstance(tensor, torch.Tensor):
+        want = f"{_shape(shape)} {' or '.join(_dtype(d) for d in dtypes)} on {device}"
+        raise ValueError(f"{name} must be {want}, got {type(tensor).__name__}")
     fits = tensor.dim() == len(shape) and all(
         sizes.setdefault(want, got) == got if isinstance(want, str) else want == got
         for want, got in zip(shape, tensor.shape, strict=False)

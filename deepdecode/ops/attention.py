@@ -95,10 +95,11 @@ def sparse_attn_decode(
     Args:
         q: [T, H, D] bfloat16, contiguous, H from 1 to 128; float32 and float64 on the reference path. D is the caches' width.
         window, extra: paged caches, each with its own page size, page stride and format; extra may be None.
-        window_indices, extra_indices: int32 [T, K], physical rows of their cache; -1: no key. Any K, 0 included.
+        window_indices, extra_indices: int32 [T, K], physical rows of their cache; -1: no key. Any K, 0 included: an extra set
+            without lanes is as none.
         window_lens, extra_lens: int32 [T]; lanes at or past the length are not read.
         sink: float32 [H] (float64 for float64 q), or None for no sink.
-        scale: of the logits; D ** -0.5 if None.
+        scale: of the logits, a finite number; D ** -0.5 if None.
         out: [T, H, D] in the dtype of q, contiguous, to write into.
         return_lse: return (out, lse) instead of out.
         workspace: uint8, at least `workspace_bytes` long, contiguous; the call then allocates nothing but what it returns.
@@ -106,12 +107,13 @@ def sparse_attn_decode(
 
     Returns:
         out [T, H, D]; lse float32 [T, H] (float64 for float64 q), natural logarithm, sink excluded.
-        A token without a key gives out 0 and lse -inf, with and without a sink. A row named twice counts twice.
+        A token without a key gives out 0 and lse -inf, with and without a sink. A row named twice counts twice. A sink of
+        -inf takes no weight, one of inf all.
         T == 0 gives empty tensors. Lengths are clamped to [0, K], and an index outside its cache counts as -1.
         With DEEPDECODE_CHECK=1 both are errors that name row and lane; that reads the tensors back, so not under a graph.
 
     Raises:
-        ValueError: an argument has another shape, dtype, layout or device.
+        ValueError: an argument has another shape, dtype, layout or device, or scale is not finite.
     """
     args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
     return _sparse_attn("sparse_attn_decode", *args, sink, scale, out, return_lse, workspace, deterministic)
@@ -187,7 +189,10 @@ def _sparse_attn(
     workspace: Tensor | None,
     deterministic: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    expect(f"{op}: q", q, ("T", "H", window.width), FLOATS, q.device)
+    for name, cache in (("window", window), ("extra", extra)):
+        if not isinstance(cache, PagedRows) and (cache is not None or name == "window"):
+            raise ValueError(f"{op}: {name} must be PagedRows, got {type(cache).__name__}")
+    expect(f"{op}: q", q, ("T", "H", window.width), FLOATS, getattr(q, "device", window.data.device))
     T, H, D = q.shape
     if not 1 <= H <= 128:
         raise ValueError(f"{op}: q must have 1 to 128 heads, got {H}")
@@ -196,6 +201,9 @@ def _sparse_attn(
         raise ValueError(f"{op}: extra, extra_indices and extra_lens must be given together")
     if extra is not None and extra_indices is not None and extra_lens is not None:
         _expect_set(op, "extra", q, extra, extra_indices, extra_lens)
+        if not extra_indices.shape[1]:
+            # of a set without lanes nothing counts, its format and its pages neither
+            extra = extra_indices = extra_lens = None
     if sink is not None:
         expect(f"{op}: sink", sink, (H,), (torch.float32, torch.float64), q.device)
     if workspace is not None:
@@ -204,7 +212,9 @@ def _sparse_attn(
         out = torch.empty_like(q)
     else:
         expect(f"{op}: out", out, q.shape, q.dtype, q.device)
-    scale = 1 / math.sqrt(D) if scale is None else scale
+    scale = 1 / math.sqrt(max(1, D)) if scale is None else scale
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be a finite number, got {scale!r}")
     lse = q.new_empty(T, H, dtype=wide_type(q.dtype)) if return_lse else None
     if T:
         extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
