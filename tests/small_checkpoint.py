@@ -37,6 +37,25 @@ TINY = dataclasses.replace(
     compress_ratios=(0, 4), index_heads=1, index_head_dim=8, num_experts=3, expert_width=16, vocab_size=11,
     expert_dtype="float",
 )  # fmt: skip
+# V4-Flash's head dims, window and ratios, which its kernels and caches are for
+HEADS = ModelConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    q_lora_rank=128,
+    o_groups=2,
+    o_lora_rank=128,
+    compress_ratios=(0, 4, 128, 4),
+    index_heads=4,
+    index_topk=32,
+    num_experts=16,
+    experts_per_token=2,
+    expert_width=256,
+    num_hash_layers=1,
+    yarn=Yarn(original_max_positions=1024),
+    max_positions=16384,
+)
 
 # every ratio and kind of router in float32, entries dropped early
 PLAIN = ModelConfig(

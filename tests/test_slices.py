@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_checkpoint import SMALL
+from small_checkpoint import HEADS, SMALL
 
 from deepdecode.graphs import Captured
 from deepdecode.model import ALONE
@@ -12,9 +12,8 @@ from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.rows import read_rows
 from deepdecode.slices import POSITIONS, RankSlice, named
 from deepdecode.testing.numeric import rel_err, same_bits
-from deepdecode.tiny import CONFIG
 
-SHARED = dataclasses.replace(CONFIG, num_heads=8, o_groups=8, expert_width=1024)
+SHARED = dataclasses.replace(HEADS, num_heads=8, o_groups=8, expert_width=1024)
 # the same products in another order
 ORDER_ERR = 4e-3
 
@@ -220,7 +219,7 @@ def test_too_many_sequences(tp8):
 
 def test_a_model_that_eight_ranks_cannot_share():
     with pytest.raises(ValueError, match=r"slice must divide the o_groups \(2\)"):
-        RankSlice(CONFIG, "tp8", device="cpu", context=512)
+        RankSlice(HEADS, "tp8", device="cpu", context=512)
 
 
 def test_another_cache_format():

@@ -44,7 +44,7 @@ def test_a_file_that_would_cut_or_fill_prompts_does_not(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_hostile_tokenizer_is_one_sentence(tmp_path, changes, what):
     with pytest.raises(ValueError, match="^tokenizer: .*/tokenizer.json must " + what) as problem:
-        (text := text_with(tmp_path, **changes)).decode(text.encode(PROMPT))
+        (text := text_with(tmp_path, **changes)).decode(text.encode("d"))
     assert str(problem.value).isprintable()
 
 
