@@ -11,7 +11,7 @@ from small_checkpoint import SMALL
 from small_traces import kineto, schedule
 
 from deepdecode.ladder.campaign import Plan, climb, known, rungs_told, trace_path
-from deepdecode.ladder.command import Request, run
+from deepdecode.ladder.command import Request, _kept, run
 from deepdecode.ladder.entries import FLOAT64, compared, entry_gates
 from deepdecode.ladder.gates import Gate, LogitsGate, step_gates
 from deepdecode.ladder.instruments import Instruments
@@ -286,6 +286,9 @@ def test_a_second_run_measures_what_the_first_could_not(small, tmp_path):
     assert bench.ran == ["quick"]
     assert again["rows"][:2] == first["rows"][:2]
     assert [row["us_warm"] for row in again["rows"]] == [40_000.0, 40_000.0, 10_000.0, 10_000.0]
+    # the concurrency whose traces are kept is the file's; a file without a row of this measurement says nothing
+    assert _kept(request, plan, path)["profiled_concurrency"] == 2
+    assert _kept(Request(), plan, path) is _kept(request, plan_of(SLOW, commit="def"), path) is None
     # another commit, another context: nothing of it counts
     assert known(again["rows"], plan) == again["rows"]
     assert known(again["rows"], plan_of(SLOW, QUICK, commit="def")) == []
@@ -298,8 +301,13 @@ def test_a_run_of_one_rung_keeps_the_others(small, tmp_path, monkeypatch):
     bench = Bench(small, plan.rungs)
     first = run(Request(), plan, bench, bench.instruments(), bench.gate, path)
     bench = Bench(small, [QUICK])
-    both = run(Request(resume=True), plan_of(QUICK, levels=(1,)), bench, bench.instruments(), bench.gate, path)
+    more = Request(resume=True, rungs="quick", concurrency="1")
+    both = run(more, plan_of(QUICK, levels=(1,)), bench, bench.instruments(), bench.gate, path)
     assert bench.ran == ["quick"]
+    commands = ["deepdecode ladder", "deepdecode ladder --rungs quick --concurrency 1"]
+    assert both["command"] == " && ".join(commands)
+    again = run(more, plan_of(QUICK, levels=(1,)), bench, bench.instruments(), bench.gate, path)
+    assert again == both
     assert [(row["rung"], row["concurrency"]) for row in both["rows"]] == [("slow", 2), ("quick", 1), ("quick", 2)]
     assert both["rows"][0] == first["rows"][0]
     assert list(both["rungs"]) == ["slow", "quick"]

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,10 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     path = request.out / card / f"ladder-{request.slice}.json"
     # what would stop the run is found before it has cost anything
     make_room(path)
-    if request.resume and path.exists():
-        read_results(path)
+    kept = _kept(request, plan, path)
+    if kept is not None:
+        # a file has one concurrency whose traces are kept
+        plan = replace(plan, profiled=kept["profiled_concurrency"])
     gates = ModelGates(device)
     # on one CPU thread, while the GPU makes weights
     preparing = threading.Thread(target=gates.prepare)
@@ -156,6 +158,14 @@ def _measure(request: Request, rungs: tuple[Rung, ...], levels: tuple[int, ...],
     return _report(request, document, path)
 
 
+def _kept(request: Request, plan: Plan, path: Path) -> dict[str, Any] | None:
+    """The result file that a run with --resume goes on with; None where it has no row of this measurement."""
+    if not (request.resume and path.exists()):
+        return None
+    document = read_results(path)
+    return document if known(document["rows"], plan) else None
+
+
 def run(
     request: Request,
     plan: Plan,
@@ -165,14 +175,17 @@ def run(
     path: Path,
 ) -> dict[str, Any]:
     """Climb, and keep the result file up to date on the way."""
-    done = known(read_results(path)["rows"], plan) if request.resume and path.exists() else []
+    kept = _kept(request, plan, path)
+    done = known(kept["rows"], plan) if kept else []
+    commands = kept["command"].split(" && ") if kept else []
     document = {
         "schema": SCHEMA,
         "device": instruments.device,
         "versions": instruments.versions,
         "commit": plan.commit,
         "date": time.strftime("%Y-%m-%d"),
-        "command": request.command,
+        # what measures the file again: of a run that went on with other rungs, both
+        "command": " && ".join(commands if request.command in commands else [*commands, request.command]),
         "slice": plan.slice,
         "context": plan.context,
         "layers": plan.layers,
