@@ -319,6 +319,21 @@ def test_what_is_compiled_is_one_graph_for_each_kind_and_gives_what_the_referenc
     torch._dynamo.reset()
 
 
+def test_every_number_of_tokens_is_compiled():
+    """The compiler's own limit is eight graphs of a function; what came after would run eagerly, and be timed as compiled."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    embed = compiled.entries(backend="eager")["embed"]
+    weight = torch.randn(20, 8)
+    for T in range(2, 14):
+        tokens = torch.arange(T)
+        assert torch.equal(embed(tokens, weight, 4), REFERENCE.embed(tokens, weight, 4))
+    assert counters["stats"]["unique_graphs"] == 12
+    torch._dynamo.reset()
+
+
 def changes(rung, below):
     return {f.name for f in dataclasses.fields(REFERENCE) if getattr(rung.ops, f.name) is not getattr(below.ops, f.name)}
 
