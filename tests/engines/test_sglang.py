@@ -328,3 +328,15 @@ def test_every_process_that_sglang_starts_has_its_hooks(run):
         assert line.startswith("deepdecode in SGLang 0.5.23: on: attention (on sm_120, sm_121), flashmla "), name
         # SGLang went on to where it needs a server
         assert told["stopped"].startswith(("AttributeError: 'NoneType'", "TypeError: ")), told["stopped"]
+
+
+def test_what_sglang_captures_looks_at_no_value(run):
+    """Its backend on tensors without values: our kernels on each card, the own heads back, FlashMLA where it is faster."""
+    found = run(ON, script=HERE / "sglang_capture.py")
+    assert found.pop("failed") is None and len(found) == 24
+    for (card, captured, heads, own, ratio), (shape, called) in found.items():
+        eager_hopper = card == "H200" and not captured
+        padded = card in ("RTX PRO 6000", "DGX Spark GB10") or eager_hopper
+        assert shape == (16, heads if padded else own, 512), (card, ratio)
+        assert (called == ["FlashMLA"]) == eager_hopper and called, (card, ratio)
+        assert eager_hopper or "FlashMLA" not in called
