@@ -139,6 +139,8 @@ def test_our_sentences_keep_their_code_in_markdown():
     assert markdown(doc) == "## `a` -> b\n\n5 \\< 6, \\*x\\* and snake_case, a `k_1¦2` here\n"
 
 
-@pytest.mark.parametrize(("before", "after", "text"), [(2, 1, "-50.0 %"), (0, 1, "new"), (0, 0, "-"), (1, 1, "+0.0 %")])
+@pytest.mark.parametrize(
+    ("before", "after", "text"), [(2, 1, "-50.0 %"), (0, 1, "new"), (0, 0, "-"), (1, 1, "0.0 %"), (1e6, 999_990, "0.0 %")]
+)
 def test_signed_percent(before, after, text):
     assert signed_percent(before, after) == text

@@ -192,7 +192,7 @@ def test_a_capture_without_steps_is_called_one():
     assert "phase unknown, no steps found: 5.000 ms in all, 4.000 busy, 1.000 idle." in plain(advice_doc(advise(one, "x")))
     both = plain(comparison_doc(compare([one, replace(one, sources=pair()[0].sources)], ["x", "y"], ["same-file"])))
     assert re.search(r"^  steps +none found +none found$", both, re.MULTILINE)
-    assert "no change, 5.000 -> 5.000 ms in all (+0.0 %)" in both
+    assert "no change, 5.000 -> 5.000 ms in all (0.0 %)" in both
 
 
 def test_rows_of_a_comparison_stay_apart_and_say_what_is_gone():

@@ -66,12 +66,16 @@ def count(value: float | None) -> str:
 
 
 def signed_ms(ns: float) -> str:
-    return f"{ns / 1e6:+.3f}"
+    text = f"{ns / 1e6:+.3f}"
+    return "0.000" if text in ("+0.000", "-0.000") else text
 
 
 def signed_percent(before: float, after: float) -> str:
     """Relative change; a change from nothing has none."""
-    return f"{100 * (after / before - 1):+.1f} %" if before else ("new" if after else "-")
+    if not before:
+        return "new" if after else "-"
+    text = f"{100 * (after / before - 1):+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
 
 
 def clean(text: str) -> str:
