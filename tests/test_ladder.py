@@ -413,6 +413,17 @@ def entry_gates_of(small, ops):
     return found
 
 
+def test_one_step_serves_both_gates(small):
+    graph, apart, inside = small.graph(REFERENCE, 2), [], []
+    for gates in (step_gates, entry_gates):
+        graph.seek(127)
+        apart += gates(REFERENCE, graph.eager)
+    graph.seek(127)
+    together = step_gates(REFERENCE, lambda table: inside.extend(entry_gates(table, graph.eager))) + inside
+    assert together == apart
+    assert len(together) > 6
+
+
 def test_entry_gates_pass_the_reference(small):
     gates = entry_gates_of(small, REFERENCE)
     assert all(gate.passed for gate in gates.values())

@@ -235,10 +235,10 @@ def _measure(
     if graphs:
         row["compiled"] = {"graphs": graphs, "graph_breaks": breaks}
     passed("capture")
-    gates = step_gates(ops, graph.eager)
-    # there every compressor completes an entry
+    # one eager step for both, where every compressor completes an entry
     graph.seek(POSITIONS - 1)
-    gates += entry_gates(ops, graph.eager)
+    entries_of_step: list[Gate] = []
+    gates = step_gates(ops, lambda table: entries_of_step.extend(entry_gates(table, graph.eager))) + entries_of_step
     graph.seek(0)
     passed("gates")
     row["gates"] += [gate.told() for gate in gates]
