@@ -191,10 +191,7 @@ def held_out_points():
 
 
 def test_the_plan_is_near_the_best_launch_at_points_that_its_table_has_not_seen():
-    """Within a tenth of the best that a sweep found there, but for one: T, H and keys between those of the table.
-
-    The one: 96 tokens of 48 heads, 228 bfloat16 rows, where launches that differ by one split differ by 7 % either way.
-    """
+    """Within a tenth of the best that a sweep found there: T, H and keys between those of the table."""
     points = held_out_points()
     seen = {(T, H, keys) for shape in shapes() for T, H, keys, *_ in shape.seen}
     lost = {}
@@ -203,8 +200,15 @@ def test_the_plan_is_near_the_best_launch_at_points_that_its_table_has_not_seen(
         config = plan(case, H200)
         lost[case] = times[config.kernel, config.block_h, config.block_n, config.splits] / min(times.values()) - 1
     assert len(lost) >= 20
-    assert sum(loss <= 0.1 for loss in lost.values()) >= len(lost) - 1
-    assert max(lost.values()) < 0.15
+    assert {case: loss for case, loss in lost.items() if loss > 0.1} == {}
+    assert sorted(lost.values())[len(lost) // 2] < 0.01
+
+
+def test_many_waves_count_as_their_fraction():
+    """The last of few waves costs most of a whole one, of many it does not; no step up where a wave is full."""
+    assert [attention_plan._waves(rounds) for rounds in (0.1, 1.0, 4.0)] == [1.0, 1.0, 4.0]
+    assert attention_plan._waves(1.5) == pytest.approx(1.9)
+    assert attention_plan._waves(9.25) == 9.25
 
 
 def test_explain_for_a_card_that_nobody_measured():
