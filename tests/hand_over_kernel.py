@@ -11,7 +11,8 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 ROUNDS = 6
-# 128 words of one lane each; 64 words of four lanes each, as a wgmma accumulator has what belongs to its rows
+# 128 words of one lane each, which Triton stores by stmatrix; 64 words of four lanes each, as a wgmma accumulator has what
+# belongs to its rows, by plain stores
 LAYOUTS = {
     1: (gl.BlockedLayout([1], [32], [4], [0]), 128),
     4: (gl.SliceLayout(1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])), 64),

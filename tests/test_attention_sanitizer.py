@@ -50,7 +50,7 @@ CASES = [("narrow", 5, 64, "fp8_584"), ("piped", 5, 64, "fp8_584"), ("wide", 64,
 CASES += [("mma", 5, 48, "fp8_584"), ("mma", 40, 48, "bf16")]
 # the lines that Triton starts and ends roles at: the words that it keeps for it are reported of every kernel with roles
 ROLES = r"def \w+_kernel\(|gl\.warp_specialize\("
-# words that four lanes of a warp store at once: racecheck then loses the barrier behind them, as the last test here shows
+# words that four lanes of a warp store at once: racecheck names them in spite of the barriers, as the last test here shows
 FOUR_LANES = r"\b(fades|tops)\b"
 
 
@@ -97,8 +97,8 @@ def test_racecheck_names_nothing_but_what_it_cannot_follow(kernel, H, page, fmt)
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_racecheck_follows_a_hand_over_unless_four_lanes_store_a_word(lanes):
-    """The same stores, barrier, arrival and wait: followed where a word has one writer, reported where it has four."""
+def test_racecheck_names_words_that_four_lanes_hand_over(lanes):
+    """The same barrier, arrival and wait: named where a word has four writers, not where it has one, stored by stmatrix."""
     program = Path(__file__).with_name("hand_over_kernel.py")
     lines = lines_of(sanitize("racecheck", str(program), str(lanes)), program.parent)
     others = [line for line in lines if not re.search(ROLES, line)]
