@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deepdecode.checkpoint import seeded_model
 from deepdecode.ladder.follow import FILE, Followed, ModelGates, Turn, digest, follow, read, turn_gates
 from deepdecode.ladder.gates import CLEAR
 from deepdecode.ops.fused import FUSED
@@ -57,6 +58,15 @@ def test_another_precision_passes_and_another_attention_is_refused(model):
     assert not sure.passed
     assert f"{2 * STEPS} tokens of 2 prompts; prompt " in sure.note
     assert near.bound == 1
+
+
+def test_models_are_told_apart_and_last_bits_are_not(model):
+    weights = model.logits.weights
+    nudged = replace(weights, head=replace(weights.head, norm=(weights.head.norm.float() * (1 + 2.0**-22))))
+    assert digest(nudged) == digest(weights)
+    assert digest(seeded_model(weights.config, 5)) != digest(weights)
+    swapped = replace(weights, layers=[weights.layers[1], weights.layers[0], *weights.layers[2:]])
+    assert digest(swapped) != digest(weights)
 
 
 def test_only_the_top_rung_is_held_to_them(model):
