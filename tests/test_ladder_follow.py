@@ -7,7 +7,7 @@ import torch
 
 from deepdecode.checkpoint import seeded_model
 from deepdecode.ladder.follow import FILE, Followed, ModelGates, Turn, digest, follow, read, turn_gates
-from deepdecode.ladder.gates import CLEAR
+from deepdecode.ladder.gates import CLEAR, LogitsGate
 from deepdecode.ops.fused import FUSED
 from deepdecode.ops.reference import REFERENCE
 from deepdecode.rungs import RUNGS
@@ -69,11 +69,12 @@ def test_models_are_told_apart_and_last_bits_are_not(model):
     assert digest(swapped) != digest(weights)
 
 
-def test_only_the_top_rung_is_held_to_them(model):
+def test_only_the_top_rung_is_held_to_them(model, monkeypatch):
+    monkeypatch.setattr(LogitsGate, "__call__", lambda self, ops: [])
     top = [rung for rung in RUNGS if not rung.beside][-1]
     assert model.top is top
-    assert len(model(top.ops)) == 5
-    assert len(model(replace(FUSED))) == 3
+    assert [gate.passed for gate in model(top.ops)] == [True, True]
+    assert model(replace(FUSED)) == []
 
 
 def test_what_is_kept_is_of_the_embedded_model(followed, model, tmp_path):
@@ -81,7 +82,8 @@ def test_what_is_kept_is_of_the_embedded_model(followed, model, tmp_path):
     # where this fails the model has changed: run `python tools/follow.py`
     assert kept.model == followed.model == digest(model.logits.weights)
     assert (len(kept.prompts), {len(row) for row in kept.best}, len(kept.best)) == (5, {5}, 200)
-    assert follow(kept.prompts, 3).best == kept.best[:3]
+    # the short ones again; rows do not see one another
+    assert follow([kept.prompts[1], kept.prompts[3]], 3).best == [[row[1], row[3]] for row in kept.best[:3]]
     assert read(followed.written()) == followed
     # a model that the file does not stand for is followed anew
     other = tmp_path / "other.json"
