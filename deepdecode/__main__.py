@@ -8,6 +8,7 @@ import traceback
 
 def main(argv: list[str] | None = None) -> int:
     _open_streams()
+    status = 0
     try:
         from deepdecode.cli import main as run
 
@@ -17,8 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_what_is_left()  # the reader has gone (`| head`)
-        return 0
+        _drop_what_is_left()  # the reader has gone (`| head`), which changes nothing of what was found
+        return status
     except Exception as error:
         _drop_what_is_left()
         if os.environ.get("DEEPDECODE_TRACEBACK") == "1":

@@ -389,6 +389,13 @@ def test_a_reader_that_leaves_is_no_error():
         assert running.wait(timeout=60) == 0
 
 
+def test_a_reader_that_leaves_hides_nothing_of_what_was_found():
+    with process("plan", "--arch", "sm_90", "--fmt", "f32", env={**os.environ, "PYTHONUNBUFFERED": ""}) as running:
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait(timeout=120) == 1  # no kernel covers it
+
+
 def test_a_missing_package_is_one_sentence(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "deepdecode.inspect", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
