@@ -141,6 +141,17 @@ def call(*, strided=False, keyless=False):
     )  # fmt: skip
 
 
+def break_signatures():
+    """Make every part's table expect of SGLang what it has not."""
+    from dataclasses import replace
+
+    from deepdecode.plugins import sglang, sources
+
+    moved = sources.Function("kernels/ops/attention/flash_mla_sm120.py", "flash_mla_with_kvcache_sm120", ("q", "k_cache"))
+    parts = tuple(replace(part, table=(*part.table, moved)) for part in sglang.PLUGIN.parts)
+    sglang.PLUGIN = replace(sglang.PLUGIN, parts=parts)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
@@ -154,13 +165,7 @@ def main():
     logging.getLogger("deepdecode").addHandler(handler)
     stand_ins.install()
     if asked.break_signatures:
-        from dataclasses import replace
-
-        from deepdecode.plugins import sglang, sources
-
-        moved = sources.Function("kernels/ops/attention/flash_mla_sm120.py", "flash_mla_with_kvcache_sm120", ("q", "k_cache"))
-        parts = tuple(replace(part, table=(*part.table, moved)) for part in sglang.PLUGIN.parts)
-        sglang.PLUGIN = replace(sglang.PLUGIN, parts=parts)
+        break_signatures()
 
     from sglang.srt.plugins import load_plugins
 

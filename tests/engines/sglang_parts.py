@@ -1,6 +1,6 @@
 """Run SGLang's own callers of what our other parts replace, on the CPU, and save what they give.
 
-    python sglang_parts.py OUT [--hostile] [--megakernel]
+    python sglang_parts.py OUT [--hostile] [--megakernel] [--break-signatures]
 
 FlashMLA's call, the indexer, the boundary of hyper-connections and the FP4 experts. What SGLang would run there is CUDA: where
 a part is off, SGLang's own torch versions of the same functions stand in for it; for the experts, which have none, nothing.
@@ -279,6 +279,7 @@ def main():
         "--hostile", action="store_true", help="also corrupt our ops, break them, and call what they leave alone"
     )
     parser.add_argument("--megakernel", action="store_true")
+    parser.add_argument("--break-signatures", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     lines = []
@@ -289,6 +290,8 @@ def main():
     import flash_mla as stand_in
 
     stand_in.flash_mla_with_kvcache = own_flash_mla
+    if asked.break_signatures:
+        decode.break_signatures()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

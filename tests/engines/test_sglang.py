@@ -273,10 +273,18 @@ def test_a_part_that_fails_is_sglangs_from_then_on(parts, own):
 
 
 @pytest.mark.parametrize(
-    "environment", [{"DEEPDECODE_SGLANG": ""}, {**PARTS, "DEEPDECODE_ENABLE": "0"}], ids=["none", "disabled"]
+    ("environment", "arguments", "why"),
+    [
+        ({"DEEPDECODE_SGLANG": ""}, (), "DEEPDECODE_SGLANG does not name it"),
+        ({**PARTS, "DEEPDECODE_ENABLE": "0"}, (), "DEEPDECODE_ENABLE=0"),
+        (PARTS, ("--break-signatures",), f"off: flashmla, indexer, mhc, moe: {MOVED}"),
+    ],
+    ids=["none", "disabled", "changed-engine"],
 )
-def test_parts_that_are_off(run, own, environment):
-    found = run(environment, script=OTHERS)
+def test_parts_that_are_off(run, own, environment, arguments, why):
+    found = run(environment, *arguments, script=OTHERS)
+    (line,) = found["said"]
+    assert " on: " not in line and why in line
     assert not any(found[name] for name in found if name.endswith(" calls"))
     for name in ("flashmla", "indexer", "mhc"):
         values, theirs = (list(v[name].values()) if isinstance(v[name], dict) else v[name] for v in (found, own))
