@@ -360,7 +360,11 @@ def process(*args, **options):
 
 def test_ctrl_c_ends_cleanly_with_what_was_generated():
     tiny_dir()
-    with process("generate", "while True:", "--max-new-tokens", "8000", "--ignore-eos") as running:
+    # a shell ignores it for jobs behind `&`, and a child would take that over
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    running = process("generate", "while True:", "--max-new-tokens", "8000", "--ignore-eos")
+    signal.signal(signal.SIGINT, before)
+    with running:
         first = running.stdout.read(3)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)

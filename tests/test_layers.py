@@ -1,6 +1,7 @@
 """Imports point one way (each part names what it may import), and the trace reader and the front door stay light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def part(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imported_parts(path):
     """The parts of deepdecode that a file imports, anywhere in it; `ops.rows` for that one module of ops."""
     found = set()
@@ -83,7 +85,7 @@ def imported_parts(path):
         for name in names:
             if name.startswith("deepdecode."):
                 found.add("ops.rows" if name == "deepdecode.ops.rows" else name.split(".")[1])
-    return found - {"__version__"}
+    return frozenset(found - {"__version__"})
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -103,8 +105,9 @@ def test_nothing_imports_the_edge():
         assert not imported_parts(path) & ({"plugins", "cli", *EDGE} - allowed), path
 
 
-def modules_after(statement):
-    code = f"import sys; {statement}; print(*sys.modules)"
+def modules_after(statement, before="pass"):
+    """What `statement` loads that `before` has not loaded."""
+    code = f"import sys; {before}; had = {{*sys.modules}}; {statement}; print(*{{*sys.modules}} - had)"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
@@ -123,7 +126,7 @@ def test_the_front_door_starts_without_torch():
 
 
 def test_references_start_without_triton():
-    assert "triton" not in modules_after("import deepdecode.ops.reference") - modules_after("import torch")
+    assert "triton" not in modules_after("import deepdecode.ops.reference", before="import torch")
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))

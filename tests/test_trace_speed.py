@@ -36,14 +36,18 @@ def test_a_gigabyte_within_500_mb(tmp_path):
     assert result["max_rss_mb"] <= 500
 
 
-def processor_seconds(code):
-    """The best of eight starts, in processor time, and what each printed."""
+def processor_seconds(code, enough=0.0):
+    """The best of eight starts, in processor time, or the first below `enough`; and what each printed."""
     code += "; import time; print(time.process_time())"
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split("\n")
-        for _ in range(8)
-    ]
-    return min(float(lines[-2]) for lines in runs), {tuple(lines[:-2]) for lines in runs}
+    best, said = float("inf"), set()
+    for _ in range(8):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        *words, seconds, _ = done.stdout.split("\n")
+        best = min(best, float(seconds))
+        said.add(tuple(words))
+        if best < enough:
+            break
+    return best, said
 
 
 def test_importing_the_reader_is_quick_and_loads_no_torch():
@@ -53,8 +57,9 @@ def test_importing_the_reader_is_quick_and_loads_no_torch():
         "mine = sorted(m for m in sys.modules if m.startswith('deepdecode.') and not m.startswith('deepdecode.trace')); "
         "print(heavy, mine)"
     )
-    seconds, said = processor_seconds(code)
+    seconds, said = processor_seconds(code, SMALL_START_S)
     assert said == {("[] []",)}
     # a start with numpy alone takes 0.15 s; where it takes more, because the machine is busy or old, so may we
-    alone, _ = processor_seconds("import numpy")
-    assert seconds < SMALL_START_S * max(1, alone / 0.15), (seconds, alone)
+    if seconds >= SMALL_START_S:
+        alone, _ = processor_seconds("import numpy")
+        assert seconds < SMALL_START_S * max(1, alone / 0.15), (seconds, alone)
