@@ -28,8 +28,8 @@ ROWS = 512
 class Told:
     """What a model said of one piece.
 
-    logits: float32 [T, V], where the model is. experts: for each layer, ids [T, k]. chosen: for each ratio-4 layer and sampled position, its
-    entries as bool [N]; scores: the same for the index scores as probabilities, where they were asked for.
+    logits: float32 [T, V], where the model is. experts: for each layer, ids [T, k]. chosen: for each ratio-4 layer and sampled
+    position, its entries as bool [N]; scores: the same for the index scores as probabilities, where they were asked for.
     """
 
     logits: Tensor
