@@ -109,6 +109,30 @@ def test_what_supports_says_is_what_a_call_does(on, seed, fmt, gaps, caplog):
         assert rel_err(lse, want_lse) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["q", "out"])
+def test_q_and_out_off_16_bytes_are_left_to_the_reference(on, name, caplog):
+    """The kernels read and write them 16 bytes at a time; views of a caller's other buffers may start anywhere."""
+    on(OLDER[0])
+    inputs = attention_inputs(3, 5, 40, 70, rows=256, dtype=torch.float32)
+    want = sparse_attn_decode(*inputs.args(), scale=inputs.scale, return_lse=True)[0]
+    assert not caplog.records
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+        return buffer[1:].view_as(tensor).copy_(tensor)
+
+    views = {"window_indices", "window_lens", "extra_indices", "extra_lens", "sink"}
+    moved = replace(inputs, **{view: shifted(getattr(inputs, view)) for view in views})
+    assert rel_err(sparse_attn_decode(*moved.args(), scale=moved.scale, return_lse=True)[0], want) == 0
+    assert not caplog.records
+    q, *rest = moved.args()
+    out = torch.empty_like(q)
+    q, out = (shifted(q), out) if name == "q" else (q, shifted(out))
+    got = sparse_attn_decode(q, *rest, scale=moved.scale, out=out, return_lse=True)[0]
+    assert rel_err(got, want) < MAX_ERR
+    assert "q or out that does not start on a multiple of 16 bytes; the reference runs" in caplog.text
+
+
 class Cuda:
     """Stands for a GPU where only its type is asked for."""
 

@@ -98,6 +98,7 @@ def test_odd_pages_and_strides_leave_hopper_kernels():
         ({"window_fmt": "f32", "extra_fmt": "f32"}, "f32 rows"),
         ({"extra_fmt": "bf16"}, "window rows in fp8_584 and extra rows in bf16"),
         ({"align": 2}, "pages that do not start on multiples of 4 bytes"),
+        ({"q_align": 8}, "q or out that does not start on a multiple of 16 bytes"),
     ],
 )
 def test_what_no_kernel_covers_is_said(change, reason):

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_codes import convert, halves, interpreted, pack, place, place_bfloat16
-from deepdecode.kernels.attention_merge import Parts, launch_merge
+from deepdecode.kernels.attention_merge import ANYWHERE, Parts, launch_merge
 from deepdecode.kernels.attention_plan import Config
 from deepdecode.ops.rows import PagedRows
 
@@ -283,7 +283,8 @@ def _store_plain(ptr, row, mask, a0, a1, a2, a3, TYPE: tl.constexpr):
     do_not_specialize=[
         "H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "window_magic",
         "extra_magic", "window_shift", "extra_shift", "splits", "splits_magic", "splits_shift", "split_keys",
-    ]
+    ],
+    do_not_specialize_on_alignment=ANYWHERE,
 )  # fmt: skip
 def split_kernel(
     q_ptr,
@@ -578,7 +579,8 @@ def compile_args(config: Config, fmt: str = "fp8_584", lse: bool = False) -> tup
     pointers = {"q": "bf16", "window": "i32", "extra": "i32", "sink": "fp32", "out": "bf16", "part": "fp16"}
     pointers |= {"part_lse": "fp32", "part_unit": "fp32"} | ({"lse": "fp32"} if lse else {})
     pointers |= dict.fromkeys(("window_indices", "extra_indices", "window_lens", "extra_lens"), "i32")
-    types = {f"{name}_ptr": f"*{kind}:16" for name, kind in pointers.items()} | {"scale_log2": "fp32"}
+    types = {f"{name}_ptr": f"*{kind}" + ":16" * (f"{name}_ptr" not in ANYWHERE) for name, kind in pointers.items()}
+    types["scale_log2"] = "fp32"
     sizes = ("H", "window_keys", "extra_keys", "window_rows", "extra_rows", "window_page", "extra_page", "splits", "split_keys")
     sizes += ("window_magic", "extra_magic", "window_shift", "extra_shift", "splits_magic", "splits_shift")
     types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(

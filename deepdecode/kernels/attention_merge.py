@@ -8,11 +8,13 @@ import triton.language as tl
 
 from deepdecode.kernels.attention_plan import Config, workspace_layout
 
+# views of a caller's buffers: wherever they start, the same code (which is what they take on 16 bytes, too)
+ANYWHERE = ["window_indices_ptr", "extra_indices_ptr", "window_lens_ptr", "extra_lens_ptr", "sink_ptr", "lse_ptr"]
 # splits that a merge holds in registers at once, and at most
 STEP, MERGED = 32, 64
 
 
-@triton.jit(do_not_specialize=["H", "splits"])
+@triton.jit(do_not_specialize=["H", "splits"], do_not_specialize_on_alignment=ANYWHERE)
 def merge_kernel(
     sink_ptr,
     out_ptr,

@@ -39,7 +39,8 @@ _PART_ALIGN = 128
 class Case:
     """Everything that a launch depends on. Keys are the widths of the index tensors; extra_fmt is None without an extra set.
 
-    align: the largest of 16, 4, 2 and 1 that divides both caches' addresses and page strides, in bytes.
+    align: the largest of 16, 4, 2 and 1 that divides both caches' addresses and page strides, in bytes. q_align: the same of
+        the addresses of q and out, up to 16.
     gluon: whether this Triton has the Gluon that the Hopper kernels are written in.
     """
 
@@ -57,6 +58,7 @@ class Case:
     align: int = 16
     deterministic: bool = False
     gluon: bool = True
+    q_align: int = 16
 
     @property
     def keys(self) -> int:
@@ -136,6 +138,8 @@ def supports(case: Case, card: Card) -> str | None:
         return f"window rows in {case.window_fmt} and extra rows in {case.extra_fmt}"
     if case.align < 4:
         return "pages that do not start on multiples of 4 bytes"
+    if case.q_align < 16:
+        return "q or out that does not start on a multiple of 16 bytes"
     return None
 
 
@@ -273,6 +277,7 @@ def case_of(
     sink: "torch.Tensor | None" = None,
     deterministic: bool = False,
     gluon: bool = True,
+    out: "torch.Tensor | None" = None,
 ) -> Case:
     T, H, D = q.shape
     align = 16
@@ -294,6 +299,7 @@ def case_of(
         align=4 if align == 8 else align,
         deterministic=deterministic,
         gluon=gluon,
+        q_align=math.gcd(16, q.data_ptr(), 0 if out is None else out.data_ptr()),
     )
 
 

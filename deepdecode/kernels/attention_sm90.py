@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from deepdecode.kernels.attention import LOG2E, words_view
-from deepdecode.kernels.attention_merge import Parts
+from deepdecode.kernels.attention_merge import ANYWHERE, Parts
 from deepdecode.kernels.attention_plan import Config
 from deepdecode.kernels.attention_sm90_piped import piped_kernel
 from deepdecode.kernels.attention_sm90_rows import (
@@ -57,7 +57,7 @@ def _loaded(warps, words):
 LOADED: gl.constexpr = gl.constexpr({(w, n): _loaded(w, n) for w in (4, 8) for n in (4, 8)})
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def narrow_kernel(
     q_ptr,
     window_ptr,
@@ -260,7 +260,8 @@ def compile_args(config: Config) -> tuple[dict[str, str], dict[str, object]]:
     """Types and constants of each kernel as `launch` passes them, to compile them without a GPU."""
     pointers = {"q": "bf16", "sink": "fp32", "out": "bf16", "part": "fp16", "part_lse": "fp32", "part_unit": "fp32"}
     words = ("window", "extra", "window_indices", "extra_indices", "window_lens", "extra_lens")
-    types = {f"{name}_ptr": f"*{kind}:16" for name, kind in (pointers | dict.fromkeys(words, "i32")).items()}
+    pointers |= dict.fromkeys(words, "i32")
+    types = {f"{name}_ptr": f"*{kind}" + ":16" * (f"{name}_ptr" not in ANYWHERE) for name, kind in pointers.items()}
     types |= {"scale_log2": "fp32"} | dict.fromkeys(SIZES, "i32") | dict.fromkeys(("window_stride", "extra_stride"), "i32:16")
     constants: dict[str, object] = {"HAS_SINK": True, "HAS_LSE": False, "SPLIT": config.splits > 1}
     return types, constants | ({} if config.kernel == "wide" else {"BLOCK_H": config.block_h})

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from deepdecode.kernels.attention_merge import ANYWHERE
 from deepdecode.kernels.attention_sm90_rows import (
     EVERYWHERE,
     barrier,
@@ -139,7 +140,7 @@ def _multiply(given, ends, H, scale_log2, splits, memory, bars,
         gl.store(out_ptr + (t * H + first_head) * 512 + at, gl.convert_layout(result, OUT), mask=mask)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def piped_kernel(
     q_ptr,
     window_ptr,

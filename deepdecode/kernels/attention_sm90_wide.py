@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from deepdecode.kernels.attention_merge import ANYWHERE
 from deepdecode.kernels.attention_sm90_rows import (
     barrier,
     find,
@@ -216,7 +217,7 @@ def _write(out_ptr, part_ptr, H, values, q_shared, row, first_head, CHANNEL: gl.
         gl.store(out_ptr + first + at, staged.load(HEADS), mask=mask)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ANYWHERE)
 def wide_kernel(
     q_ptr,
     window_ptr,

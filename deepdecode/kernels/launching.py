@@ -42,7 +42,7 @@ def attend(
     deterministic: bool,
 ) -> str | None:
     """Fill out and lse and give None; or give the reason why no kernel can, having done nothing."""
-    case = case_of(q, window, window_indices, extra, extra_indices, sink, deterministic, gluon_ready())
+    case = case_of(q, window, window_indices, extra, extra_indices, sink, deterministic, gluon_ready(), out)
     card = card_of(q.device)
     reason = supports(case, card)
     if reason:
