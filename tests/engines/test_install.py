@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 # of each engine: what one of its processes does first, what switches us on, and the start of our line
@@ -54,7 +56,8 @@ try:
 except metadata.PackageNotFoundError:
     version = None
 ours = sorted(name for name in sys.modules if name.split(".")[0] == "deepdecode")
-print(json.dumps({"version": version, "said": lines, "replaced": replaced, "ours": ours}))
+mark = hasattr(sys.modules.get("deepdecode"), "mark")
+print(json.dumps({"version": version, "said": lines, "replaced": replaced, "ours": ours, "mark": mark}))
 """
 OLDER = "0.0.1"
 
@@ -67,19 +70,21 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """Of an older version and of this tree."""
+    """Of an older version, of this tree, and of this tree with another line and the same version."""
     folder = tmp_path_factory.mktemp("wheels")
     made = []
-    for version in (OLDER, None):
-        tree = folder / (version or "this")
+    for version, mark in ((OLDER, ""), (None, ""), (None, "mark = True\n")):
+        tree = folder / f"{version or 'this'}{len(mark)}"
         shutil.copytree(ROOT / "deepdecode", tree / "deepdecode", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tree)
         if version:
             source = tree / "deepdecode" / "__init__.py"
             source.write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{version}"', source.read_text()))
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, tree)
-        made.append(max(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime))
+        with open(tree / "deepdecode" / "__init__.py", "a") as file:
+            file.write(mark)
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tree / "kept", tree)
+        made += (tree / "kept").glob("*.whl")
     return made
 
 
@@ -99,9 +104,27 @@ def environment(tmp_path_factory):
     return python, site
 
 
+def test_what_the_engine_pins_is_what_we_take():
+    """Nothing that the engine's own metadata asks for in one version is refused by ours, and pip has nothing to change."""
+    ours = {Requirement(text).name: Requirement(text) for text in metadata.requires("deepdecode") or () if "extra" not in text}
+    assert {"torch", "triton", "numpy"} <= set(ours)
+    assert not any(wanted.operator in ("==", "~=", "<", "<=") for one in ours.values() for wanted in one.specifier)
+    name = next(name for name in (ENGINE, f"{ENGINE}-cpu") if _installed(name))
+    pinned = [Requirement(text) for text in metadata.requires(name) or ()]
+    pinned = [(one.name, wanted.version) for one in pinned for wanted in one.specifier if wanted.operator == "=="]
+    assert pinned
+    for name, version in pinned:
+        if name in ours and "*" not in version:
+            assert ours[name].specifier.contains(version, prereleases=True), f"{ours[name]} beside {name} {version}"
+
+
+def _installed(name):
+    return any(found.name == name for found in metadata.distributions())
+
+
 def test_install_upgrade_roll_back_uninstall(wheels, environment):
     python, site = environment
-    older, newer = wheels
+    older, newer, marked = wheels
     started, switch, line = ENGINES[ENGINE]
     clean = {"PATH": str(python.parent), "HOME": str(site), "PYTHONPATH": str(Path(__file__).parent), **switch}
 
@@ -109,17 +132,19 @@ def test_install_upgrade_roll_back_uninstall(wheels, environment):
         run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words)
 
     def loaded():
-        return json.loads(run(python, "-c", LOADED.replace("STARTED", started), env=clean).splitlines()[-1])
+        # not in the checkout, whose package Python would take
+        return json.loads(run(python, "-c", LOADED.replace("STARTED", started), env=clean, cwd=site).splitlines()[-1])
 
     absent = loaded()
-    assert absent == {"version": None, "said": [], "replaced": False, "ours": []}
+    assert absent == {"version": None, "said": [], "replaced": False, "ours": [], "mark": False}
     before = sorted(path.name for path in site.iterdir())
     current = newer.name.split("-")[1]
-    steps = [("install", older, OLDER), ("install --upgrade", newer, current), ("install", older, OLDER)]
-    for words, wheel, version in steps:
+    back = "install --force-reinstall"
+    steps = [("install", older, OLDER), ("install --upgrade", newer, current), (back, marked, current), (back, newer, current)]
+    for words, wheel, version in [*steps, (back, older, OLDER)]:
         pip(*words.split(), "--no-deps", "--no-index", wheel)
         found = loaded()
-        assert found["version"] == version and found["replaced"]
+        assert found["version"] == version and found["replaced"] and found["mark"] == (wheel == marked)
         assert len(found["said"]) == 1 and found["said"][0].startswith(line)
     pip("uninstall", "--yes", "deepdecode")
     assert loaded() == absent
