@@ -167,6 +167,20 @@ def test_what_our_ops_give_is_what_the_model_uses(on, op):
         assert not difference[0].any(), "the first request has fewer entries than are left to it"
 
 
+def test_two_tokens_of_a_sequence(run, absent):
+    """Speculation, with drafts out of the text: each step verifies a token and its draft, of every sequence.
+
+    Against vLLM without drafts: its own indexer for CPUs takes one token of a sequence.
+    """
+    found = run(ON | ONE, "--ngram")
+    check_agrees(found, absent)
+    (calls,) = by_process(found["calls"]["clean"]).values()
+    decoded, sites, rows = STEPS - 1, 2 * LAYERS, 2 * REQUESTS
+    assert calls["sparse_attn"] == {f"{rows},8,512": LAYERS * decoded}
+    assert calls["index_topk"] == {f"{rows},8,128": INDEXERS * decoded}
+    assert calls["mhc_pre"] == {f"{PROMPT_TOKENS},4,256": sites, f"{rows},4,256": sites * decoded}
+
+
 def test_two_ranks(run):
     absent = run(ABSENT | TWO, "--tp", "2")
     assert not absent["said"] and not by_process(absent["calls"]["clean"])

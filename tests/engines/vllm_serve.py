@@ -1,6 +1,6 @@
 """Serve a small DeepSeek-V4 with seeded weights on the CPU by vLLM's engine, and save the log-probabilities it gives.
 
-    python vllm_serve.py OUT [--tp 2] [--short] [--later] [--spoil OP ...]
+    python vllm_serve.py OUT [--tp 2] [--short] [--later] [--ngram] [--spoil OP ...]
 
 The tokens are given, not sampled: each step's log-probabilities, of the whole vocabulary, follow the same text in every run.
 """
@@ -145,6 +145,7 @@ def main():
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--later", action="store_true", help="also prompts that come one after the other; one process only")
     parser.add_argument("--short", action="store_true", help="the prompts that no indexer is needed for")
+    parser.add_argument("--ngram", action="store_true", help="with a draft of one token, taken from the text")
     parser.add_argument("--spoil", nargs="*", default=[], help="ops whose results are corrupted, one after the other")
     asked = parser.parse_args()
     model = asked.out.parent / "model"
@@ -153,10 +154,12 @@ def main():
 
     from vllm import LLM
 
+    draft = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 1, "prompt_lookup_min": 1}
     llm = LLM(
         model=str(model), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=4096, max_num_seqs=4,
         max_num_batched_tokens=4096, enforce_eager=True, tensor_parallel_size=asked.tp, block_size=256, max_logprobs=VOCABULARY,
         async_scheduling=False, logits_processors=["vllm_harness:Given"],
+        speculative_config=draft if asked.ngram else None,
     )  # fmt: skip
     prompts = PROMPTS[:2] if asked.short else PROMPTS
     found = {"clean": generate(llm, prompts, STEPS)}
