@@ -81,7 +81,7 @@ def test_entries_by_number(name):
 @pytest.mark.parametrize(
     ("group", "coarse", "block_n"), [(0, 1, 64), (8, 1, 64), (16, 1, 16), (32, 1, 32), (8, 2, 16), (8, 4, 64)]
 )
-@pytest.mark.parametrize("splits", [1, 2, 50])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(50, marks=pytest.mark.slow)])
 def test_any_cut(group, coarse, block_n, splits):
     """One program and more programs than tiles; groups and coarse groups of every size."""
     for values in (1, 8):
@@ -95,7 +95,7 @@ def test_scores_of_real_numbers():
         check(inputs, config(inputs))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_random_corners(data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731

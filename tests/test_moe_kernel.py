@@ -71,26 +71,29 @@ def test_programs_may_take_several_tiles_of_rows():
     assert same_bits(check(x, ids, weights, w, TURNS), run(x, ids, weights, w, Config(SLICES, BLOCKS, 8, 8)))
 
 
-@pytest.mark.parametrize("config", [SMALL, pytest.param(TURNS, marks=pytest.mark.slow)], ids=["small", "turns"])
-def test_hostile_routes(config):
+@pytest.mark.parametrize(
+    ("config", "T"),
+    [(SMALL, 3), pytest.param(SMALL, 1, marks=pytest.mark.slow), pytest.param(TURNS, 3, marks=pytest.mark.slow)],
+    ids=["small", "small, one token", "turns"],
+)
+def test_hostile_routes(config, T):
     w = random_experts(9, 64, 32, 32, first=4)
     run = functools.partial(run_with, config)
     check = functools.partial(check_with, config)
-    for T in (1, 3):
-        x, (ids, weights) = torch.randn(T, 64), random_routes(T, 13, 3)
-        nan = torch.full_like(weights, float("nan"))
-        none = check(x, torch.full_like(ids, -1), nan, w)
-        assert same_bits(run(x, torch.full_like(ids, 13), nan, w), none)
-        assert same_bits(run(x, ids[:, :0], weights[:, :0], w), none)
-        # all on one expert, twice and more for a token: several tiles of pairs
-        check(x, torch.full_like(ids, 7), weights, w)
-        wild = ids.clone()
-        wild[:, 0], wild[:, 2] = 2**31 - 1, -(2**31)
-        check(x, wild, torch.where(wild == ids, weights, 0), w)
-        assert run(x, wild, torch.where(wild == ids, weights, nan), w).isfinite().all()
-        # int64 ids are not cut to 32 bits: this one would be expert 4
-        far = torch.where(wild == ids, ids.long(), 2**32 + 4)
-        assert same_bits(run(x, far, weights, w), run(x, wild, weights, w))
+    x, (ids, weights) = torch.randn(T, 64), random_routes(T, 13, 3)
+    nan = torch.full_like(weights, float("nan"))
+    none = check(x, torch.full_like(ids, -1), nan, w)
+    assert same_bits(run(x, torch.full_like(ids, 13), nan, w), none)
+    assert same_bits(run(x, ids[:, :0], weights[:, :0], w), none)
+    # all on one expert, twice and more for a token: several tiles of pairs
+    check(x, torch.full_like(ids, 7), weights, w)
+    wild = ids.clone()
+    wild[:, 0], wild[:, 2] = 2**31 - 1, -(2**31)
+    check(x, wild, torch.where(wild == ids, weights, 0), w)
+    assert run(x, wild, torch.where(wild == ids, weights, nan), w).isfinite().all()
+    # int64 ids are not cut to 32 bits: this one would be expert 4
+    far = torch.where(wild == ids, ids.long(), 2**32 + 4)
+    assert same_bits(run(x, far, weights, w), run(x, wild, weights, w))
 
 
 def test_pairs_are_collected_over_many_chunks(monkeypatch):

@@ -265,7 +265,11 @@ class NoHost(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind", [(True, False), (False, False), (False, True)], ids=["dense", "chosen", "rounded"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param((True, False), marks=pytest.mark.slow), pytest.param((False, False), marks=pytest.mark.slow), (False, True)],
+    ids=["dense", "chosen", "rounded"],
+)
 def test_a_step_leaves_the_host_alone(tmp_path, kind):
     """From the second of a kind on, which is captured: every number of it is the device's."""
     config = dataclasses.replace(QUANTISED, index_topk=4)
