@@ -12,6 +12,7 @@ import pytest
 from deepdecode.bench import __main__ as bench
 from deepdecode.bench import tune
 from deepdecode.cards import CARDS
+from deepdecode.errors import HintedError
 from deepdecode.kernels.attention_plan import Case, shapes
 
 H200 = next(card for card in CARDS if card.name == "H200")
@@ -83,10 +84,71 @@ def test_a_second_run_measures_only_what_is_missing(measured, tmp_path, capsys):
     assert all("us_warm" not in row and "floor_fraction" not in row for row in older)
 
 
-def test_rows_of_another_commit_are_measured_again(measured, tmp_path):
+def test_rows_of_another_commit_are_measured_again(measured, tmp_path, capsys):
     bench.run(options(tmp_path, only="deepdecode portable"), H200, "abc")
+    path = tmp_path / "h200" / "attention.json"
+    was = path.read_text()
+    assert capsys.readouterr().err == ""
     bench.run(options(tmp_path, only="deepdecode portable"), H200, "def")
     assert len(measured) == 20
+    copy = path.with_name("attention.json.before")
+    assert copy.read_text() == was != path.read_text()
+    assert capsys.readouterr().err == f"bench: {path} is begun anew; what it held is in {copy}\n"
+    bench.run(options(tmp_path, only="deepdecode portable"), H200, "def")
+    assert copy.read_text() == was
+    assert capsys.readouterr().err == ""
+
+
+CUT = '{"rows": [{"T": 1'
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (CUT, "must be JSON, got Expecting"),
+        ("[]", "must be a result file with a list of rows, got none"),
+        (
+            '{"rows": [{"implementation": "deepdecode", "T": 1, "H": 8}]}',
+            "window_keys in every row, got none in row 1",
+        ),
+        ('{"rows": [{"implementation": "deepdecode", "T": [1]}]}', r"must have T in every row, got \[1\] in row 1"),
+    ],
+)
+def test_what_is_no_result_file_is_left_alone(measured, tmp_path, text, want):
+    path = tmp_path / "h200" / "attention.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=want) as refused:
+        bench.run(options(tmp_path), H200, "abc")
+    assert str(refused.value).startswith(f"bench: {path} must ")
+    assert measured == [] and [file.read_text() for file in path.parent.iterdir()] == [text]
+
+
+def test_a_sweep_leaves_the_one_before(measured, tmp_path, monkeypatch, capsys):
+    launch = {"kernel": "mma", "block_h": 8, "block_n": 32, "splits": 1, "us": 3.14159, "held_out": False}
+    row = launch | {"T": 1, "H": 8, "window_keys": 128, "extra_keys": 0, "fmt": "fp8_584"}
+    swept = []
+    monkeypatch.setattr(tune, "sweep", lambda kernels, cases: swept.append(kernels) or [row])
+    monkeypatch.setattr(tune, "write_table", lambda rows, card, **facts: f"table of {len(rows)}")
+    path = tmp_path / "h200" / "attention_sweep.json"
+    assert bench.sweep(options(tmp_path), H200, "abc") == 0
+    was = path.read_text()
+    assert capsys.readouterr().err == ""
+    assert bench.sweep(options(tmp_path), H200, "def") == 0
+    assert path.with_name("attention_sweep.json.before").read_text() == was
+    told = capsys.readouterr()
+    # the copy is no sweep that the table is made from
+    assert "is begun anew" in told.err and told.out == "table of 1\n"
+    path.write_text(CUT)
+    with pytest.raises(ValueError, match=r"attention_sweep\.json must be JSON"):
+        bench.sweep(options(tmp_path), H200, "ghi")
+    assert len(swept) == 2 and path.read_text() == CUT
+
+
+def test_a_fit_wants_launches(tmp_path):
+    with pytest.raises(HintedError, match=r"h200 must hold launches, got none") as refused:
+        bench.fit(options(tmp_path), H200)
+    assert "--sweep" in refused.value.hint
 
 
 def test_time_that_is_up_leaves_the_rest(measured, tmp_path, capsys):

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from deepdecode.bench import cells, glue, indexer, linear, peers
+from deepdecode.bench import cells, glue, indexer, linear, moe, peers
 from deepdecode.bench.timing import Timing
 from deepdecode.cards import CARDS
 from deepdecode.config import ModelConfig
@@ -159,16 +159,53 @@ def test_goes_on_after_a_stop(dry, small_sets, tmp_path, capsys, monkeypatch):
     assert dry(linear) == 0
     assert len(made) == len(set(made)) == every
     assert len(rows_of(tmp_path, "linear")) == every
+    whole = (tmp_path / "h200" / "linear.json").read_text()
     assert dry(linear, "--fresh", "--tokens", "1", "--only", "deepdecode") == 0
+    assert (tmp_path / "h200" / "linear.json.before").read_text() == whole
     assert {row["T"] for row in rows_of(tmp_path, "linear")} == {1}
 
 
-def test_rows_of_another_commit_are_not_kept(dry, small_sets, tmp_path):
+def test_rows_of_another_commit_are_not_kept(dry, small_sets, tmp_path, capsys):
     assert dry(linear, "--tokens", "1") == 0
     path = tmp_path / "h200" / "linear.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "before"}))
+    was = path.read_text()
+    capsys.readouterr()
     assert dry(linear, "--tokens", "3") == 0
     assert {row["T"] for row in rows_of(tmp_path, "linear")} == {3}
+    # nothing is lost
+    copy = path.with_name("linear.json.before")
+    assert copy.read_text() == was
+    assert capsys.readouterr().err == f"bench: {path} is begun anew; what it held is in {copy}\n"
+    # a run that only goes on leaves the copy as it is
+    assert dry(linear) == 0
+    assert copy.read_text() == was and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ('{"rows": [{"op": "linear", "impl', "must be JSON, got Unterminated string"),
+        ("", "must be JSON, got Expecting value"),
+        ("[1]", "must be a result file with a list of rows, got none"),
+        ('{"rows": [], "copy_bandwidth_tb_s": 4}', "must be a result file with commit, got none"),
+        ('{"rows": [], "commit": "abc", "copy_bandwidth_tb_s": null}', "a result file with copy_bandwidth_tb_s, got None"),
+        (
+            '{"rows": [{"op": "linear"}], "commit": "abc", "copy_bandwidth_tb_s": 4}',
+            "must have implementation in every row, got none in row 1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--fresh"]])
+def test_what_is_no_result_file_is_left_alone(dry, tmp_path, monkeypatch, text, want, words):
+    monkeypatch.setattr(cells, "measure", lambda *_: pytest.fail("measured"))
+    path = tmp_path / "h200" / "linear.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=want) as refused:
+        dry(linear, *words)
+    assert str(refused.value).startswith(f"bench: {path} must ")
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("linear.json", text)]
 
 
 def test_a_rival_that_is_not_here_is_one_line(dry, tmp_path, monkeypatch, capsys):
@@ -227,12 +264,12 @@ def test_a_gpu_that_a_rival_has_broken_ends_the_run(dry, small_sets, tmp_path, m
     assert [("error" in row) for row in rows] == [True] + [False] * (len(linear.SETS) - 1)
 
 
-def test_says_that_it_needs_a_gpu(capsys):
+def test_says_that_it_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    for module in (linear, glue):
-        assert module.main([]) == 2
-        assert capsys.readouterr().err == "bench: no CUDA device; figures come from a GPU\n"
+    for module in (linear, moe, indexer, glue):
+        with pytest.raises(ValueError, match=r"^bench: a CUDA device must be present, got none$"):
+            module.main([])
 
 
 def test_copies_pass_l2():

@@ -206,8 +206,35 @@ def test_a_run_that_was_cut_goes_on(dry, capsys, monkeypatch):
     assert resumed["rows"][:5] == kept and len(resumed["rows"]) == count and resumed["left"] == 0
     assert len([calls for calls in dry.timed if len(calls) == 1]) == count - 5
     # another commit's rows are not this one's
-    dry.file.write_text(json.dumps(whole | {"commit": "def5678"}))
+    other = json.dumps(whole | {"commit": "def5678"})
+    dry.file.write_text(other)
+    capsys.readouterr()
+    # no time, no row, nothing begun
+    assert dry("--resume", "--seconds", "0") == 0 and dry.file.read_text() == other and not capsys.readouterr().err
     assert dry("--resume") == 0 and len([calls for calls in dry.timed if len(calls) == 1]) == count
+    # nor are they lost
+    copy = dry.file.with_name("engines.json.before")
+    assert copy.read_text() == other
+    assert capsys.readouterr().err == f"bench: {dry.file} is begun anew; what it held is in {copy}\n"
+
+
+def test_what_is_no_result_file_is_left_alone(dry, tmp_path):
+    dry.file.parent.mkdir()
+    for text, want in (
+        ('{"rows": [{', "must be JSON"),
+        ("3", "must be a result file with a list of rows, got none"),
+        ('{"commit": "abc1234", "rows": []}', "must be a result file with device, got none"),
+        ('{"commit": "abc1234", "device": {}, "rows": [{"T": 1}]}', "must have boundary in every row, got none in row 1"),
+    ):
+        dry.file.write_text(text)
+        for words in ([], ["--resume"]):
+            with pytest.raises(ValueError, match=want) as refused:
+                dry(*words)
+            assert str(refused.value).startswith(f"bench: {dry.file} must ")
+            assert dry.file.read_text() == text and not dry.timed
+        if want != "must be a result file with device, got none":
+            with pytest.raises(ValueError, match=want):
+                engines.main(["--table", str(dry.file)])
 
 
 def test_a_run_that_only_checks(dry, capsys):
@@ -265,7 +292,7 @@ def test_the_page_shows_what_was_measured():
         assert not [row for row in document["rows"] if "error" in row] and engines.table(document["rows"]) in page
 
 
-def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
+def test_without_a_gpu_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert engines.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"^bench: a CUDA device must be present, got none$"):
+        engines.main([])

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from deepdecode.__main__ import main
+from deepdecode.bench.files import save_results
 from deepdecode.ladder.gates import Gate
-from deepdecode.ladder.results import make_room, read_results, save_results, set_aside
+from deepdecode.ladder.results import make_room, read_results, set_aside
 from deepdecode.ladder.table import gate_table
 
 RESULTS = sorted((Path(__file__).parents[1] / "results").glob("*/ladder-*.json"))

@@ -45,7 +45,7 @@ MAY = {
     "engines": {"cards", "config", "kernels", "plugins"},
     "plugins": {"plugins", "ops", "kernels", "config", "cards"},
     # plugins: what stands at an engine's boundary is measured through its hooks
-    "bench": {"bench", "ops", "kernels", "kvcache", "fallback", "testing", "config", "cards", "plugins"},
+    "bench": {"bench", "ops", "kernels", "kvcache", "fallback", "testing", "config", "cards", "errors", "plugins"},
     "ladder": {"bench", "cards", "checkpoint", "config", "errors", "kernels", "kvcache", "ladder", "model", "ops", "progress"}
     | {"runner", "rungs", "slices", "testing", "tiny", "trace"},
     # what precision costs, a command

@@ -95,9 +95,11 @@ def test_a_point_measured_twice_is_its_later_row():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plots: attention.json must be JSON, got Expecting property name"),
-        ("[]", "plots: attention.json must be a result file with a list of rows, got none"),
-        ('{"rows": [1]}', "plots: attention.json must be a result file with a list of rows, got none"),
+        ("{", "attention.json must be JSON, got Expecting property name"),
+        ("[" * 100000, "attention.json must be JSON, got brackets nested too deep"),
+        ("[]", "attention.json must be a result file with a list of rows, got none"),
+        ('{"rows": [1]}', "attention.json must be a result file with a list of rows, got none"),
+        ('{"rows": [{"op": "attention", "us_warm": 1}]}', "must have implementation in every row, got none in row 1"),
         ('{"rows": [{"op": "indexer", "us_warm": 1}]}', "must have a row of attention with a time, got 1 rows without one"),
     ],
 )
@@ -135,7 +137,7 @@ def test_bench_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["--peers", "--sweep", "--fresh", "--out", "x", "--commit", "y", "--seconds", "1", "--only", "z"]
     assert main(["bench", "attention", *words]) == 2
-    assert capsys.readouterr().err == "bench: no CUDA device; figures come from a GPU\n"
+    assert capsys.readouterr().err == "error: bench: a CUDA device must be present, got none\n"
 
 
 def test_every_rival_of_the_benchmark_looks_different():

@@ -1,7 +1,6 @@
 """python -m deepdecode.bench attention: measure on this GPU and write a result file."""
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,14 +9,18 @@ from typing import Any
 import torch
 
 from deepdecode.bench import attention, peers, tune
-from deepdecode.bench.timing import copy_bandwidth, current_commit, write_results
+from deepdecode.bench.files import read_results, set_aside
+from deepdecode.bench.timing import copy_bandwidth, current_commit, need_gpu, write_results
 from deepdecode.cards import CARDS, Card
+from deepdecode.errors import HintedError, told
 from deepdecode.kernels.attention_plan import TUNED_CARD, Case, card_of, floor_us, work
 
 # the rungs and the slow rivals: few cells, since a call takes milliseconds
 SLOW_TOKENS, SLOW_HEADS = (1, 8, 16, 64, 128), (8, 64)
 # a run that is cut off leaves what it had by then
 WRITE_EVERY_S = 10.0
+# what tells a row of the result file from the others
+ROW = {"implementation": str, "T": int, "H": int, "window_keys": int, "extra_keys": int, "fmt": str}
 # archs whose PTX runs on any later GPU
 PTX_ARCHS = (80, 86, 89)
 
@@ -36,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.fit:
         return fit(options, next(card for card in CARDS if card.name == TUNED_CARD))
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
+    need_gpu()
     card = card_of(torch.device("cuda", torch.cuda.current_device()))
     commit = options.commit or current_commit()
     if options.sweep:
@@ -49,8 +50,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, card: Card, commit: str) -> int:
     path = options.out / _folder(card) / "attention.json"
     rows: list[dict[str, Any]] = []
-    if path.exists() and not options.fresh:
-        rows = [row for row in json.loads(path.read_text())["rows"] if row.get("commit", commit) == commit]
+    if path.exists():
+        before = read_results(path, row=ROW)["rows"]
+        rows = [] if options.fresh else [row for row in before if row.get("commit", commit) == commit]
+        set_aside(path, before, rows)
     have = {_key(row) for row in rows}
     bandwidth = copy_bandwidth()
     command = "python -m deepdecode.bench attention" + (" --peers" if options.peers else "")
@@ -90,12 +93,14 @@ def run(options: argparse.Namespace, card: Card, commit: str) -> int:
 def sweep(options: argparse.Namespace, card: Card, commit: str) -> int:
     """Measure launches, keep them as a result file, and write the plan's table from it."""
     path = options.out / _folder(card) / "attention_sweep.json"
+    before = read_results(path, row=tune.ROW)["rows"] if path.exists() else []
     start = time.monotonic()
     rows: list[dict[str, Any]] = []
     cases = (case for case in tune.swept_cases() if time.monotonic() - start < options.seconds)
     for row in tune.sweep(("narrow", "piped", "wide", "mma") if card.arch == 90 else ("mma",), cases):
         rows.append(row | {"us": round(row["us"], 2), "commit": commit})
     command = "python -m deepdecode.bench attention --sweep"
+    set_aside(path, before, [])
     write_results(path, rows, command=command, commit=commit)
     return fit(options, card)
 
@@ -105,8 +110,7 @@ def fit(options: argparse.Namespace, card: Card) -> int:
     folder = options.out / _folder(card)
     rows = tune.recorded(folder)
     if not rows:
-        print(f"bench: {folder} holds no launches; bench attention --sweep measures some", file=sys.stderr)
-        return 2
+        raise HintedError(f"bench: {folder} must hold launches, got none", "deepdecode bench attention --sweep measures some")
     files = sorted(path.name for path in folder.glob("attention_sweep*.json"))
     facts = {"command": "python -m deepdecode.bench attention --fit", "evidence": files, "launches": len(rows)}
     print(tune.write_table(rows, card, device=card.name, date=time.strftime("%Y-%m-%d"), **facts))
@@ -156,7 +160,7 @@ def _folder(card: Card) -> str:
 
 
 def _key(row: dict[str, Any]) -> tuple:
-    return tuple(row[name] for name in ("implementation", "T", "H", "window_keys", "extra_keys", "fmt"))
+    return tuple(row[name] for name in ROW)
 
 
 def _say(row: dict[str, Any]) -> None:
@@ -171,4 +175,4 @@ def _say(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -5,7 +5,6 @@ and rotated, over sets that together pass L2: a decode step reads each weight an
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -15,13 +14,17 @@ from typing import Any
 
 import torch
 
-from deepdecode.bench.timing import copy_bandwidth, current_commit, time_graph, write_results
+from deepdecode.bench.files import read_results, set_aside
+from deepdecode.bench.timing import copy_bandwidth, current_commit, need_gpu, time_graph, write_results
 
 DEVICE = "cuda"
 # sets of inputs that together pass an L2 of 60 MB three times, about
 PAST_L2 = 180 << 20
 # a run that is cut off leaves what it had by then
 WRITE_EVERY_S = 10.0
+# what a result file must have for a run to go on with it
+FACTS = {"commit": str, "copy_bandwidth_tb_s": (int, float)}
+ROW = {"op": str, "implementation": str}
 
 
 class Missing(Exception):
@@ -113,26 +116,26 @@ def arguments(prog: str, text: str | None, peers: str | None) -> argparse.Argume
     return parser
 
 
-def folder() -> str | None:
-    """The card's folder of result files; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
+def folder() -> str:
+    """The card's folder of result files."""
+    need_gpu()
     return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def run(name: str, options: argparse.Namespace, cells: Iterable[Cell], say: Callable[[dict[str, Any]], str]) -> int:
-    """Measure the cells that the result file does not hold yet: 1 if one of ours is wrong, 2 without a GPU that works."""
-    card = folder()
-    if card is None:
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
-    path, commit = options.out / card / f"{name}.json", options.commit or current_commit()
+    """Measure the cells that the result file does not hold yet: 1 if one of ours is wrong, 2 if the GPU takes no more.
+
+    Raises:
+        ValueError: there is no GPU, or what stands where the result file belongs is none.
+    """
+    path, commit = options.out / folder() / f"{name}.json", options.commit or current_commit()
     rows: list[dict[str, Any]] = []
     bandwidth = 0.0
-    if path.exists() and not options.fresh:
-        before = json.loads(path.read_text())
-        if before["commit"] == commit:
+    if path.exists():
+        before = read_results(path, facts=FACTS, row=ROW)
+        if before["commit"] == commit and not options.fresh:
             rows, bandwidth = [row for row in before["rows"] if "T" in row], before["copy_bandwidth_tb_s"]
+        set_aside(path, before["rows"], rows)
     bandwidth = bandwidth or round(copy_bandwidth(), 3)
     command = f"python -m deepdecode.bench.{name}" + (" --peers" if options.peers else "")
 

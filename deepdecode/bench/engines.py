@@ -8,7 +8,6 @@ What tells most comes first, so that a run that is cut has it; --resume goes on 
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -22,7 +21,9 @@ import torch
 
 from deepdecode.bench import indexer as index_bench
 from deepdecode.bench import peers
-from deepdecode.bench.timing import current_commit, time_graph, write_results
+from deepdecode.bench.files import read_results, set_aside
+from deepdecode.bench.timing import current_commit, need_gpu, time_graph, write_results
+from deepdecode.errors import told
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.ops.attention import sparse_attn_ref
 from deepdecode.ops.mhc import mhc_post_ref, mhc_pre_ref
@@ -51,6 +52,9 @@ OURS = "deepdecode through the hook"
 OWN_HEADS, PADDED = 8, 64
 HOST_CALLS, ROTATED_S = 200, 0.05
 PAST_L2 = index_bench.PAST_L2
+# what a result file must have for a run to go on with it
+FACTS = {"commit": str, "device": dict}
+ROW = {"boundary": str, "implementation": str, "T": int}
 
 
 @dataclass(frozen=True)
@@ -391,12 +395,9 @@ def cells(with_peers: bool) -> list[Cell]:
     return sorted(made, key=lambda cell: FIRST.index(cell.row["T"]))
 
 
-def _measured(path: Path, commit: str) -> list[dict[str, Any]]:
-    """The file's rows, if this commit measured them on this card; those that failed are tried again."""
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    same = found["commit"] == commit and found["device"]["name"] == torch.cuda.get_device_properties(0).name
+def _measured(found: dict[str, Any], commit: str) -> list[dict[str, Any]]:
+    """A result file's rows, if this commit measured them on this card; those that failed are tried again."""
+    same = found["commit"] == commit and found["device"].get("name") == torch.cuda.get_device_properties(0).name
     return [row for row in found["rows"] if "error" not in row] if same and not commit.endswith("+") else []
 
 
@@ -411,19 +412,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: this result file's attention as markdown")
     options = parser.parse_args(argv)
     if options.table:
-        print(table(json.loads(options.table.read_text())["rows"]))
+        print(table(read_results(options.table, row=ROW)["rows"]))
         return 0
-    if not torch.cuda.is_available():
-        print("bench: no CUDA device; figures come from a GPU", file=sys.stderr)
-        return 2
+    need_gpu()
     part, parts = (int(number) for number in (options.check or "0/1").split("/"))
     chosen = cells(options.peers)[part::parts]
     card, start, rows = card_of(torch.device(DEVICE, 0)), time.monotonic(), []
     path = options.out / card.name.lower().removeprefix("nvidia ").replace(" ", "-") / "engines.json"
-    commit, left = options.commit or current_commit(), 0
+    commit, left, written = options.commit or current_commit(), 0, False
     command = "python -m deepdecode.bench.engines" + (" --peers" if options.peers else "")
-    if options.resume:
-        rows = _measured(path, commit)
+    before = read_results(path, facts=FACTS, row=ROW) if path.exists() and options.check is None else {"rows": []}
+    if options.resume and before["rows"]:
+        rows = _measured(before, commit)
         chosen = [cell for cell in chosen if not any(cell.row.items() <= row.items() for row in rows)]
     for n, cell in enumerate(chosen, start=1):
         if time.monotonic() - start > options.seconds:
@@ -433,10 +433,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
         print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if key != "op"), flush=True)
         if options.check is None:
+            if not written:
+                set_aside(path, before["rows"], rows[:-1])
+            written = True
             write_results(path, rows, command=command, commit=commit, left=len(chosen) - n)
     print(f"{len(rows)} rows" + (f", {left} left out for time" if left else ""))
     return 1 if any("error" in row and row["implementation"] == OURS for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

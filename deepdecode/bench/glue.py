@@ -18,6 +18,7 @@ from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
 from deepdecode.bench.peers import deep_gemm
 from deepdecode.config import ModelConfig
+from deepdecode.errors import told
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kvcache import KVCache
 from deepdecode.ops import fused, launches, reference
@@ -300,4 +301,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

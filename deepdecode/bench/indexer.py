@@ -15,6 +15,7 @@ import torch
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
 from deepdecode.bench.peers import deep_gemm
+from deepdecode.errors import told
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.indexer_plan import case_of, plan, work
 from deepdecode.ops.indexer import index_logits_ref, index_topk_ref
@@ -188,4 +189,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

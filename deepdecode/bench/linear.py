@@ -10,6 +10,7 @@ import torch
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
+from deepdecode.errors import told
 from deepdecode.ops.linear import grouped_linear, linear, linear_beside
 from deepdecode.ops.quant import E8M0, Weight, dequantize
 from deepdecode.testing.experts import random_weight
@@ -209,4 +210,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

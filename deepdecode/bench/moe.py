@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Missing, Work
+from deepdecode.errors import told
 from deepdecode.ops.moe import moe, moe_ref, swiglu_ref
 from deepdecode.ops.quant import dequantize
 from deepdecode.ops.table import MoeWeights
@@ -174,4 +175,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

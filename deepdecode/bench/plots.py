@@ -1,12 +1,15 @@
 """Pictures of a result file: time against T for each implementation, warm and rotated, written beside the file."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from deepdecode.bench.files import check_rows, read_results
+
 ASPECTS = {"us_warm": "warm", "us_rotated": "rotated past L2"}
 FIXED_KEYS = ("window_keys", "extra_keys", "fmt")
+# what a row must have to be drawn
+ROW = {"implementation": str, "T": int, "H": int}
 OURS = "deepdecode"
 # Okabe and Ito's colours: told apart by colour-blind readers, and dark enough on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#8C510A", "#6A3D9A", "#B2DF8A")
@@ -26,29 +29,17 @@ def plot_results(path: Path, *, op: str = "attention") -> list[Path]:
         ValueError: the file is no result file, or no row of the op has a time.
         ImportError: matplotlib is missing.
     """
-    document = _read(path)
+    document = read_results(path, who="plots")
     rows = [row for row in document["rows"] if row.get("op") == op and _timed(row)]
     if not rows:
-        raise ValueError(
-            f"plots: {path.name} must have a row of {op} with a time, got {len(document['rows'])} rows without one"
-        )
+        raise ValueError(f"plots: {path} must have a row of {op} with a time, got {len(document['rows'])} rows without one")
+    check_rows(path, rows, ROW, who="plots")
     names = sorted({row["implementation"] for row in rows}, key=lambda name: (name != OURS, name))
     styles = {name: (COLOURS[n % len(COLOURS)], MARKERS[n % len(MARKERS)]) for n, name in enumerate(names)}
     pictures: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         pictures.setdefault(tuple(row.get(name) for name in FIXED_KEYS), []).append(row)
     return [_draw(path, document, op, key, part, styles) for key, part in pictures.items()]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"plots: {path.name} must be JSON, got {error}") from None
-    rows = document.get("rows") if isinstance(document, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"plots: {path.name} must be a result file with a list of rows, got none")
-    return document
 
 
 def _timed(row: dict[str, Any]) -> bool:

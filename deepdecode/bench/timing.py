@@ -1,6 +1,5 @@
 """Time calls on a GPU, and write what was measured as a result file."""
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from deepdecode.bench.files import save_results
 
 SCHEMA = 1
 
@@ -83,8 +84,17 @@ def write_results(path: Path, rows: list[dict[str, Any]], *, command: str, commi
         **facts,
         "rows": rows,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    save_results(path, document)
+
+
+def need_gpu() -> None:
+    """Figures come from a GPU.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench: a CUDA device must be present, got none")
 
 
 def current_commit() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepdecode.bench.attention import LAUNCH, Sized, best_of, mma_sync
+from deepdecode.bench.files import read_results
 from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import TUNED, Case, Config, Shape, card_of, model, predict, shapes, split_counts
 from deepdecode.testing.inputs import KEY_COUNTS
@@ -32,6 +33,9 @@ SHAPES = (
     ("mma", 16, 32, 4, "bf16", 50688, 2),
 )
 TOKENS, HEADS, FORMS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (8, 16, 32, 64, 128), ("fp8_584", "bf16")
+# a row of a sweep's result file
+ROW = {"kernel": str, "block_h": int, "block_n": int, "splits": int, "us": (int, float), "held_out": bool}
+ROW |= {"T": int, "H": int, "window_keys": int, "extra_keys": int, "fmt": str}
 # points between those of the sweep: the fit never sees them, the plan is judged by them
 HELD_OUT_TOKENS, HELD_OUT_HEADS, HELD_OUT_KEYS = (
     (3, 6, 12, 24, 48, 96, 192),
@@ -115,7 +119,7 @@ def _shape_of(config: Config) -> dict[str, Any]:
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """Every launch in a card's sweeps. The benchmark's own calls are left to judge the table by: they are what it plans."""
-    return [row for path in sorted(folder.glob("attention_sweep*.json")) for row in json.loads(path.read_text())["rows"]]
+    return [row for path in sorted(folder.glob("attention_sweep*.json")) for row in read_results(path, row=ROW)["rows"]]
 
 
 def fit(rows: list[dict[str, Any]], card: Card) -> dict[str, Any]:

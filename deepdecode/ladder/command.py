@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepdecode.bench.files import save_results
 from deepdecode.config import ModelConfig
 from deepdecode.errors import HintedError
 from deepdecode.ladder.campaign import Plan, all_rungs, climb, known, rungs_told
@@ -18,7 +19,7 @@ from deepdecode.ladder.findings import write_findings
 from deepdecode.ladder.follow import ModelGates
 from deepdecode.ladder.gates import Gate
 from deepdecode.ladder.instruments import Instruments, gpu_instruments
-from deepdecode.ladder.results import SCHEMA, make_room, read_results, save_results, set_aside
+from deepdecode.ladder.results import SCHEMA, make_room, read_results, set_aside
 from deepdecode.ladder.table import ladder_doc
 from deepdecode.ops.table import Ops
 from deepdecode.progress import Progress

@@ -1,12 +1,11 @@
 """Result files of the ladder: what one must hold to be read, and how one is written without losing what was there."""
 
-import json
 import math
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from deepdecode.bench import files
 
 SCHEMA = 1
 FACTS: dict[str, type] = {
@@ -25,12 +24,7 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    try:
-        document = json.loads(path.read_text())
-    except RecursionError:
-        raise ValueError(f"ladder: {path} must be JSON, got brackets nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"ladder: {path} must be JSON, got {error}") from None
+    document = files.read_json(path, who="ladder")
     fault = _fault(document)
     if fault:
         raise ValueError(f"ladder: {path} must be a result file of the ladder, got {fault}")
@@ -43,7 +37,7 @@ def make_room(path: Path) -> None:
     Raises:
         ValueError: it cannot.
     """
-    draft = _draft(path)
+    draft = files.draft_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.touch()
@@ -57,30 +51,15 @@ def set_aside(path: Path, kept: Sequence[dict[str, Any]]) -> None:
     if not path.exists():
         return
     try:
-        rows = [row for row in read_results(path)["rows"] if "error" not in row]
+        rows = read_results(path)["rows"]
     except ValueError:
         rows = None
-    if rows is None or len(rows) > len(kept):
-        copy = path.with_name(path.name + ".before")
-        shutil.copyfile(path, copy)
-        print(f"ladder: {path} is begun anew; what it held is in {copy}", file=sys.stderr)
-
-
-def save_results(path: Path, document: dict[str, Any]) -> None:
-    """Write the file whole: whoever reads it, or stops the writer, finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft(path)
-    draft.write_text(json.dumps(document, indent=1) + "\n")
-    draft.replace(path)
+    files.set_aside(path, rows, kept, who="ladder")
 
 
 def finite(value: float) -> float | None:
     """JSON has no NaN and no infinity: None stands for both."""
     return value if math.isfinite(value) else None
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
 
 
 def _fault(document: Any) -> str | None:
