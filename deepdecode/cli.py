@@ -1,6 +1,7 @@
 """The commands. Heavy imports stand inside them, so that `--help`, `--version` and a wrong word are quick."""
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -50,10 +51,19 @@ def main(argv: list[str]) -> int:
         )
     command = COMMANDS[argv[0]]
     try:
-        args = parser(argv[0]).parse_args(argv[1:])
+        args, unknown = parser(argv[0]).parse_known_args(_words(argv))
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
+    if unknown:
+        name = f"bench {args.bench}" if argv[0] == "bench" else argv[0]
+        raise HintedError(f"{name}: unrecognized arguments: {' '.join(unknown)}", f"deepdecode {name} --help")
     return command.run(args)
+
+
+def _words(argv: list[str]) -> list[str]:
+    """What follows the command; of `bench` without a name it is attention's."""
+    unnamed = len(argv) < 2 or (argv[1].startswith("-") and argv[1] not in ("-h", "--help"))
+    return ["attention", *argv[1:]] if argv[0] == "bench" and unnamed else argv[1:]
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -223,37 +233,18 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _bench_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("op", nargs="?", default="attention", choices=["attention"], help="what to measure (default %(default)s)")
-    p.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
-    p.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
-    p.add_argument("--out", metavar="DIR", help="folder of result files (default: results)")
-    p.add_argument("--commit", metavar="ID", help="the commit that is measured, where the checkout has no .git")
-    p.add_argument("--seconds", type=float, metavar="N", help="stop starting cells after this long; run again to go on")
-    p.add_argument("--only", metavar="NAME", help="measure this implementation alone; the file keeps the others")
-    p.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: draw this result file, pictures beside it")
+    from deepdecode.bench.options import add_benches
+
+    add_benches(p)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.plot:
-        from deepdecode.bench.plots import plot_results
+    from deepdecode.bench.options import BENCHES
+    from deepdecode.bench.plots import plot_command
 
-        try:
-            pictures = plot_results(args.plot, op=args.op)
-        except ImportError as error:
-            raise HintedError(f"bench: --plot must have matplotlib, got {error}", "pip install 'deepdecode[report]'") from None
-        print(*pictures, sep="\n")
-        return 0
-    from deepdecode.bench.__main__ import main as bench
-
-    words = [args.op]
-    for name in ("peers", "sweep", "out", "commit", "seconds", "only", "fresh"):
-        value = getattr(args, name)
-        if value is True:
-            words.append(f"--{name}")
-        elif value is not None and value is not False:
-            words.append(f"--{name}={value}")
-    return bench(words)
+    if args.bench == "attention" and args.plot:  # before torch is loaded
+        return plot_command(args.plot)
+    return importlib.import_module(BENCHES[args.bench].module).command(args)
 
 
 def _ladder_arguments(p: argparse.ArgumentParser) -> None:
@@ -335,7 +326,8 @@ COMMANDS = {
         "check and time an op on this GPU, warm and past L2, beside its floor and its rivals; or draw what was measured",
         """  deepdecode bench attention
   DEEPDECODE_PEERS=~/wheels deepdecode bench attention --peers --seconds 500
-  deepdecode bench attention --plot results/h200/attention.json""",
+  deepdecode bench attention --plot results/h200/attention.json
+  deepdecode bench moe --help""",
         _bench_arguments,
         _bench,
     ),

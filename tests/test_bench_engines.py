@@ -282,7 +282,7 @@ def test_a_table_of_the_rows(tmp_path, capsys):
 
 
 def test_the_page_shows_what_was_measured():
-    """`python -m deepdecode.bench.engines --table FILE` gives the table of docs/sglang.md; without a file the page says so."""
+    """`deepdecode bench engines --table FILE` gives the table of docs/sglang.md; without a file the page says so."""
     root = Path(__file__).parent.parent
     page = (root / "docs" / "sglang.md").read_text()
     files = sorted((root / "results").glob("*/engines.json"))

@@ -122,24 +122,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "hint: pip install 'deepdecode[report]'" in capsys.readouterr().err
 
 
-def test_bench_hands_its_options_on(monkeypatch):
-    given = []
-    monkeypatch.setattr("deepdecode.bench.__main__.main", lambda words: given.append(words) or 0)
-    assert main(["bench"]) == 0
-    assert main(["bench", "attention", "--peers", "--fresh", "--seconds", "90", "--out", "x", "--only", "flash_mla"]) == 0
-    assert given == [
-        ["attention"],
-        ["attention", "--peers", "--out=x", "--seconds=90.0", "--only=flash_mla", "--fresh"],
-    ]
-
-
-def test_bench_needs_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = ["--peers", "--sweep", "--fresh", "--out", "x", "--commit", "y", "--seconds", "1", "--only", "z"]
-    assert main(["bench", "attention", *words]) == 2
-    assert capsys.readouterr().err == "error: bench: a CUDA device must be present, got none\n"
-
-
 def test_every_rival_of_the_benchmark_looks_different():
     from deepdecode.bench.__main__ import jobs
 

@@ -1,5 +1,6 @@
 """README's paths exist, its commands and options are real, and its variables are read somewhere."""
 
+import argparse
 import importlib.util
 import re
 from pathlib import Path
@@ -34,6 +35,9 @@ def test_commands_and_options_exist(page):
             continue
         assert command in COMMANDS or command in trace.COMMANDS, f"{page}: deepdecode {command}"
         known = parser(command) if command in COMMANDS else trace.parser(command)
+        for words in [action.choices for action in known._actions if action.nargs == argparse.PARSER]:
+            # of a command of several words, the options of the last one
+            known = words[rest.split()[0]]
         options = {option for action in known._actions for option in action.option_strings}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= options, f"{page}: deepdecode {command}{rest}"
 

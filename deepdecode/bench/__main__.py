@@ -1,15 +1,16 @@
-"""python -m deepdecode.bench attention: measure on this GPU and write a result file."""
+"""deepdecode bench attention: measure on this GPU and write a result file."""
 
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepdecode.bench import attention, peers, tune
 from deepdecode.bench.files import read_results, set_aside
+from deepdecode.bench.options import parser_of
+from deepdecode.bench.plots import plot_command
 from deepdecode.bench.timing import copy_bandwidth, current_commit, need_gpu, write_results
 from deepdecode.cards import CARDS, Card
 from deepdecode.errors import HintedError, told
@@ -26,17 +27,14 @@ PTX_ARCHS = (80, 86, 89)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench", description=__doc__)
+    parser = parser_of("attention")
     parser.add_argument("op", choices=["attention"])
-    parser.add_argument("--peers", action="store_true", help="also FlashMLA and SGLang's kernels, from $DEEPDECODE_PEERS")
-    parser.add_argument("--sweep", action="store_true", help="sweep launches and write the tuning table")
-    parser.add_argument("--fit", action="store_true", help="write the tuning table from the H200's sweeps; needs no GPU")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long; run again to go on")
-    parser.add_argument("--only", help="measure this implementation alone; the file keeps the others")
-    parser.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
-    options = parser.parse_args(argv)
+    return command(parser.parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
+    if options.plot:
+        return plot_command(options.plot)
     if options.fit:
         return fit(options, next(card for card in CARDS if card.name == TUNED_CARD))
     need_gpu()

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,22 +97,6 @@ def measure(cell: Cell, bandwidth: float) -> dict[str, Any]:
     row |= {"bytes": work.nbytes} | ({"flops": work.flops} if work.flops else {})
     row["floor_us"] = work.nbytes / bandwidth / 1e6
     return row | {"floor_fraction": row["floor_us"] / row.get("us_rotated", row["us_warm"])}
-
-
-def arguments(prog: str, text: str | None, peers: str | None) -> argparse.ArgumentParser:
-    """The options of a bench. peers: what --peers adds; None: nothing to add."""
-    parser = argparse.ArgumentParser(prog=f"python -m deepdecode.bench.{prog}", description=text)
-    if peers:
-        parser.add_argument("--peers", action="store_true", help=f"also {peers}")
-    else:
-        parser.set_defaults(peers=False)
-    parser.add_argument("--tokens", type=int, nargs="+", help="only these T")
-    parser.add_argument("--only", help="measure this implementation alone; the file keeps the others")
-    parser.add_argument("--fresh", action="store_true", help="measure again what the result file already holds")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long; run again to go on")
-    return parser
 
 
 def folder() -> str:

@@ -1,4 +1,4 @@
-"""python -m deepdecode.bench.engines: what stands at SGLang's boundaries, called as SGLang calls it, with its own layouts.
+"""deepdecode bench engines: what stands at SGLang's boundaries, called as SGLang calls it, with its own layouts.
 
 Window pages of 256 tokens with SGLang's stride, compressed pages of 64 or 2, windows that run on in their pages, and a last row
 that pads the batch. Each of our hooks runs around SGLang's function (from its wheel, in $DEEPDECODE_PEERS, where there is one),
@@ -14,7 +14,6 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from deepdecode.bench import indexer as index_bench
 from deepdecode.bench import peers
 from deepdecode.bench.files import read_results, set_aside
+from deepdecode.bench.options import parser_of
 from deepdecode.bench.timing import current_commit, need_gpu, time_graph, write_results
 from deepdecode.errors import told
 from deepdecode.kernels.attention_plan import card_of
@@ -402,20 +402,15 @@ def _measured(found: dict[str, Any], commit: str) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deepdecode.bench.engines", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="also SGLang's own and FlashMLA, from $DEEPDECODE_PEERS")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of result files (default: results)")
-    parser.add_argument("--commit", help="the commit that is measured, where the checkout has no .git")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cells after this long")
-    parser.add_argument("--resume", action="store_true", help="keep what this commit has in the file, measure the rest")
-    parser.add_argument("--check", metavar="I/N", help="check every Nth cell from the Ith on, and time nothing")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="measure nothing: this result file's attention as markdown")
-    options = parser.parse_args(argv)
+    return command(parser_of("engines").parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
     if options.table:
         print(table(read_results(options.table, row=ROW)["rows"]))
         return 0
     need_gpu()
-    part, parts = (int(number) for number in (options.check or "0/1").split("/"))
+    part, parts = options.check or (0, 1)
     chosen = cells(options.peers)[part::parts]
     card, start, rows = card_of(torch.device(DEVICE, 0)), time.monotonic(), []
     path = options.out / card.name.lower().removeprefix("nvidia ").replace(" ", "-") / "engines.json"

@@ -1,10 +1,11 @@
-"""python -m deepdecode.bench.glue: a step's fused glue, checked, timed warm and past L2, beside the composed fine ops.
+"""deepdecode bench glue: a step's fused glue, checked, timed warm and past L2, beside the composed fine ops.
 
 mhc_boundary, attn_prepare, route, norm, rotation back, places and the next token at V4-Flash's sizes; and of mhc_boundary the
 mixing product by itself, beside its rivals. All are timed as replays of a CUDA graph: what is compared is the GPU's time, not
 the host's.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
+from deepdecode.bench.options import parser_of
 from deepdecode.bench.peers import deep_gemm
 from deepdecode.config import ModelConfig
 from deepdecode.errors import told
@@ -294,8 +296,10 @@ def say(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = "the mixing product by DeepGEMM from $DEEPDECODE_PEERS and by torch.matmul in float32 and bfloat16"
-    options = cells.arguments("glue", __doc__, words).parse_args(argv)
+    return command(parser_of("glue").parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     return cells.run("glue", options, jobs(options.peers), say)
 

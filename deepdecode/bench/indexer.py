@@ -1,8 +1,9 @@
-"""python -m deepdecode.bench.indexer: scores and top-k together, checked against float64, past L2, beside their rivals.
+"""deepdecode bench indexer: scores and top-k together, checked against float64, past L2, beside their rivals.
 
 Each token has keys of its own, as sequences have.
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
+from deepdecode.bench.options import parser_of
 from deepdecode.bench.peers import deep_gemm
 from deepdecode.errors import told
 from deepdecode.kernels.attention_plan import card_of
@@ -183,8 +185,10 @@ def say(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = "DeepGEMM from $DEEPDECODE_PEERS with torch.topk, torch.topk alone, and the eager reference"
-    options = cells.arguments("indexer", __doc__, words).parse_args(argv)
+    return command(parser_of("indexer").parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
     return cells.run("indexer", options, jobs(options.peers), say)
 
 

@@ -1,5 +1,6 @@
-"""python -m deepdecode.bench.linear: a layer's fused sets of weights, checked against float64, past L2, beside their rivals."""
+"""deepdecode bench linear: a layer's fused sets of weights, checked against float64, past L2, beside their rivals."""
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Work
+from deepdecode.bench.options import parser_of
 from deepdecode.errors import told
 from deepdecode.ops.linear import grouped_linear, linear, linear_beside
 from deepdecode.ops.quant import E8M0, Weight, dequantize
@@ -205,7 +207,10 @@ def say(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = cells.arguments("linear", __doc__, "torch.matmul, torch._scaled_mm, dequantise + matmul").parse_args(argv)
+    return command(parser_of("linear").parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
     return cells.run("linear", options, jobs(options.peers), say)
 
 

@@ -1,9 +1,10 @@
-"""python -m deepdecode.bench.moe: the experts of a layer, checked against float64, past L2, beside their rivals.
+"""deepdecode bench moe: the experts of a layer, checked against float64, past L2, beside their rivals.
 
 Rotated calls have routes of their own each, so that few of the weights they read are left in L2 by the call before. The floor
 counts the distinct experts hit.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from deepdecode.bench import cells
 from deepdecode.bench.cells import Cell, Missing, Work
+from deepdecode.bench.options import parser_of
 from deepdecode.errors import told
 from deepdecode.ops.moe import moe, moe_ref, swiglu_ref
 from deepdecode.ops.quant import dequantize
@@ -170,7 +172,10 @@ def say(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = cells.arguments("moe", __doc__, "grouped_mm on bfloat16 copies; dequantise + matmul").parse_args(argv)
+    return command(parser_of("moe").parse_args(argv))
+
+
+def command(options: argparse.Namespace) -> int:
     return cells.run("moe", options, jobs(options.peers), say)
 
 

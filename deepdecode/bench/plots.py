@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deepdecode.bench.files import check_rows, read_results
+from deepdecode.errors import HintedError
 
 ASPECTS = {"us_warm": "warm", "us_rotated": "rotated past L2"}
 FIXED_KEYS = ("window_keys", "extra_keys", "fmt")
@@ -40,6 +41,16 @@ def plot_results(path: Path, *, op: str = "attention") -> list[Path]:
     for row in rows:
         pictures.setdefault(tuple(row.get(name) for name in FIXED_KEYS), []).append(row)
     return [_draw(path, document, op, key, part, styles) for key, part in pictures.items()]
+
+
+def plot_command(path: Path) -> int:
+    """Draw a result file of attention and print the pictures' names."""
+    try:
+        pictures = plot_results(path)
+    except ImportError as error:
+        raise HintedError(f"bench: --plot must have matplotlib, got {error}", "pip install 'deepdecode[report]'") from None
+    print(*pictures, sep="\n")
+    return 0
 
 
 def _timed(row: dict[str, Any]) -> bool:
