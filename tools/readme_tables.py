@@ -56,8 +56,7 @@ def ladder() -> str:
     tp8, dp8, later = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8", LATER))
     rungs = tp8["rungs"]
     yardsticks = [name for name in rungs if rungs[name]["yardstick"]]
-    head = ["C", "rung", "tokens/s", *(f"over rung {name}" for name in yardsticks), "over the rung below"]
-    head += ["attention, ms", "its share", "launches", "times the floor"]
+    head = ["C", "rung", "tokens/s", *(f"over {name}" for name in yardsticks), "attention, ms", "launches", "floors"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---|" * (len(head) - 2)]
     for at in CONCURRENCY:
         for row in tp8["rows"]:
@@ -65,9 +64,9 @@ def ladder() -> str:
                 continue
             profile, name = row["profile"], row["rung"]
             attention = profile["categories"]["attention"]
-            over = [_over(tp8, name, other, at) for other in (*yardsticks, rungs[name]["below"])]
+            over = [_over(tp8, name, other, at) for other in yardsticks]
             cells = [str(at), f"{name}: {rungs[name]['title']}", f"{row['tokens_per_s']:.1f}", *over]
-            cells += [f"{attention['ms']:.2f}", f"{100 * attention['share']:.1f} %", f"{profile['launches']:.0f}"]
+            cells += [f"{attention['ms']:.2f} ({100 * attention['share']:.0f} %)", f"{profile['launches']:.0f}"]
             lines.append("| " + " | ".join([*cells, f"{row['times_floor']:.1f}"]) + " |")
     top = [name for name in dp8["rungs"] if not dp8["rungs"][name]["beside"]][-1]
     named = "; ".join(f"rung {name} mirrors {rungs[name]['yardstick']}" for name in yardsticks)
@@ -75,6 +74,8 @@ def ladder() -> str:
     levels = ", ".join(map(str, CONCURRENCY))
     first = ", ".join(_over(tp8, "2", yardsticks[0], at) for at in CONCURRENCY)
     lines += [
+        "",
+        "`over`: tokens/s over that rung's; `floors`: the step's time over what its bytes take at the measured copy bandwidth.",
         "",
         f"One rank of eight (tp8) on one {tp8['device']['name']}, {tp8['layers']} layers, {tp8['context']} tokens of context, "
         f"collectives left out ({tp8['date']}, `{tp8['command']}`); {named}. From rung {yardsticks[0]} to rung 2 it is "

@@ -7,6 +7,8 @@ Rows of the weight stand on the M side of mma.sync, so 8 tokens fill its N side.
 codes, exact in bfloat16; the scale of a block of 128 columns multiplies their float32 sum. An FP4 weight enters times its
 scale. A warp is one of a batch of small products: with one slice of K, warps take different rows; with as many slices as
 warps, all take the same rows, and their sums are added in order.
+
+They began as `kernels.product` and stand still on purpose where it moves: a yardstick that is measured over and over.
 """
 
 from dataclasses import dataclass
