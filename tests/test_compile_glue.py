@@ -35,6 +35,17 @@ def mhc_mix(arch, C=4096, rows=24):
     return kernel.mhc_mix_kernel, types, constants, config.mix_warps
 
 
+def mhc_mix_few(arch, C=4096, rows=24):
+    from deepdecode.kernels import mhc as kernel
+
+    config = kernel.plan(C, arch, 1)
+    types = pointers(
+        y="bf16", streams="bf16", post="fp32", comb="fp32", fn="fp32", out="bf16", part="fp32"
+    ) | {"T": "i32", "C": "i32:16"}  # fmt: skip
+    constants = {"HAS_Y": True, "ROWS": rows, "BLOCK_R": 32 if rows == 24 else 16, "BLOCK_C": config.block_c, "PDL": config.pdl}
+    return kernel.mhc_mix_few_kernel, types, constants, config.mix_warps
+
+
 def mhc_read(arch, C=4096, rows=24):
     from deepdecode.kernels import mhc as kernel
 
@@ -147,6 +158,8 @@ def sample(arch):
 CASES = {
     "mhc_mix": (mhc_mix, {}),
     "mhc_mix-head": (mhc_mix, {"rows": 4}),
+    "mhc_few": (mhc_mix_few, {}),
+    "mhc_few-head": (mhc_mix_few, {"rows": 4}),
     "mhc_read": (mhc_read, {}),
     "mhc_read-pro": (mhc_read, {"C": 7168}),
     "mhc_read-head": (mhc_read, {"rows": 4}),
@@ -189,3 +202,7 @@ def test_compiles_within_the_card(compiler, name, arch):
     if "mix" in name or "logits" in name:
         # tensor cores, not FMA
         assert "mma" in compiled.ptx
+    if "few" in name:
+        # nothing passes through shared memory but what two warps add
+        assert "mma" not in compiled.ptx
+        assert compiled.shared <= 256

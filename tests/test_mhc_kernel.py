@@ -70,6 +70,23 @@ def test_interpreted_matches_reference(T, C, first, rows):
     assert (got[0] is args[1]) == first
 
 
+@pytest.mark.parametrize(("T", "C"), [(1, 1024), (4, 96)])
+@pytest.mark.parametrize("first", [False, True], ids=["after a sublayer", "first"])
+@pytest.mark.parametrize("rows", [24, 4], ids=["layer", "head"])
+def test_few_tokens_are_mixed_one_by_one(T, C, first, rows):
+    args = inputs(T, C, rows=rows)
+    if first:
+        args = (None, args[1], None, None, *args[4:])
+    config = kernel.plan(C, 80, T)
+    assert config.block_t == 1
+    for out, want in zip(run(args, config), reference(*args), strict=True):
+        if want is not None:
+            assert rel_err(out, want) < F32
+    alone = run([a[-1:] if i < 4 and a is not None else a for i, a in enumerate(args)], config)
+    whole = run(args, config)
+    assert all(same_bits(a[-1:], b) for a, b in zip(whole, alone, strict=True) if a is not None)
+
+
 def test_sinkhorn_steps():
     """One step ends on columns that sum to 1 - eps, and leaves rows further off than twenty do."""
     args = inputs(2, 64)
@@ -121,11 +138,11 @@ def test_supports_says_why_not(change, reason):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("T", "C"), [(1, 4096), (3, 4096), (16, 4096), (64, 4096), (130, 7168)])
+@pytest.mark.parametrize(("T", "C"), [(1, 4096), (3, 4096), (5, 4096), (16, 4096), (64, 4096), (130, 7168)])
 @pytest.mark.parametrize("rows", [24, 4], ids=["layer", "head"])
 def test_compiled_matches_float64(T, C, rows):
     args = inputs(T, C, "cuda", torch.bfloat16, rows)
-    config = kernel.plan(C, 10 * torch.cuda.get_device_capability()[0])
+    config = kernel.plan(C, 10 * torch.cuda.get_device_capability()[0], T)
     got = run(args, config)
     want = reference(*args)
     # what stands in the streams decides the rest, and may differ from the reference by a rounding

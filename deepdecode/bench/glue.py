@@ -87,7 +87,7 @@ def mix_ours(streams: Tensor, fn: Tensor) -> tuple[Callable[[], Any], Mixed]:
     """The mixing product's launch by itself; who takes its result adds the parts."""
     from deepdecode.kernels import mhc as kernel
 
-    config = kernel.plan(streams.shape[2], card_of(streams.device).arch)
+    config = kernel.plan(streams.shape[2], card_of(streams.device).arch, len(streams))
 
     def result() -> tuple[Tensor, Tensor]:
         sums = kernel.mix(None, streams, None, None, fn, config)[1].sum(0)

@@ -6,7 +6,9 @@ the gates, reads the sublayer's input from the streams and norms it; Sinkhorn st
 because 39 dependent steps take as long and nothing before the next boundary needs them.
 
 The streams are bfloat16, so splitting the float32 weights into two bfloat16 keeps 16 bits of them in two tensor-core products.
-How the channels are cut depends on C alone, and parts are summed in their order: a token's bits do not depend on the batch.
+How the channels are cut depends on C alone, and parts are summed in their order: a token's bits do not depend on the batch, but
+for whether it is one of few. Up to 4 tokens are mixed one by one without tensor cores: half of the first launch was the way of
+weights and streams into tiles for them, behind the wait.
 """
 
 from dataclasses import dataclass
@@ -17,11 +19,14 @@ import triton.language as tl
 
 # rows of the mixing product of a layer's site: 4 read, 4 write, 16 stream to stream; the head's site has the first 4
 SITE_ROWS = 24
+# tokens that are mixed one by one: each reads the weights again, from L2 and before it waits. On an H200, C = 4096, past L2,
+# the first launch takes 1.74 us instead of 2.56 at T = 1, 2.29 for 2.60 at 2, 2.56 for 2.69 at 4 (bench glue, mhc_mix)
+FEW = 4
 
 
 @dataclass(frozen=True)
 class Config:
-    """block_c: channels of each stream in a program of the first launch; block_t: tokens of one."""
+    """block_c: channels of each stream in a program of the first launch; block_t: tokens of one; 1: without tensor cores."""
 
     block_c: int
     block_t: int
@@ -30,9 +35,9 @@ class Config:
     pdl: bool
 
 
-def plan(C: int, arch: int) -> Config:
-    """Choose both launches. Pure; nothing depends on the number of tokens."""
-    return Config(block_c=32, block_t=8, mix_warps=2, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
+def plan(C: int, arch: int, T: int = 5) -> Config:
+    """Choose both launches. Pure; of the number of tokens only whether they are few."""
+    return Config(block_c=32, block_t=1 if T <= FEW else 8, mix_warps=2, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
 
 
 def supports(T: int, C: int, streams: str, fn: str) -> str | None:
@@ -146,6 +151,70 @@ def mhc_mix_kernel(
     squares = tl.sum(h0 * h0 + h1 * h1 + (h2 * h2 + h3 * h3), 1)  # [BLOCK_T]
     acc = tl.where((r == ROWS)[:, None], squares[None, :], acc)
     tl.store(part_ptr + (split.to(tl.int64) * T + row)[None, :] * BLOCK_R + r[:, None], acc, mask=live[None, :])
+
+
+@triton.jit
+def _post1(post_ptr, comb_ptr, k: tl.constexpr, y, h0, h1, h2, h3):
+    """`_post` of one token."""
+    c0, c1 = tl.load(comb_ptr + k), tl.load(comb_ptr + 4 + k)
+    c2, c3 = tl.load(comb_ptr + 8 + k), tl.load(comb_ptr + 12 + k)
+    return tl.load(post_ptr + k) * y + (c0 * h0 + c1 * h1 + (c2 * h2 + c3 * h3))
+
+
+@triton.jit(do_not_specialize=["T"])
+def mhc_mix_few_kernel(
+    y_ptr,
+    streams_ptr,
+    post_ptr,
+    comb_ptr,
+    fn_ptr,
+    out_ptr,
+    part_ptr,
+    T,
+    C,
+    HAS_Y: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `mhc_mix_kernel`, one token of a program: what a thread multiplies stays in the registers it was loaded to."""
+    split, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    r = tl.arange(0, BLOCK_R)
+    c = split * BLOCK_C + tl.arange(0, BLOCK_C)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # weights do not wait for the kernel before, which must not write them
+    weight = fn_ptr + r[:, None] * (4 * C) + c[None, :]
+    known = (r < ROWS)[:, None]
+    w0 = tl.load(weight, mask=known, other=0.0)  # [BLOCK_R, BLOCK_C]
+    w1 = tl.load(weight + C, mask=known, other=0.0)
+    w2 = tl.load(weight + 2 * C, mask=known, other=0.0)
+    w3 = tl.load(weight + 3 * C, mask=known, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    stream = streams_ptr + t * (4 * C) + c
+    h0 = tl.load(stream).to(tl.float32)  # [BLOCK_C]
+    h1 = tl.load(stream + C).to(tl.float32)
+    h2 = tl.load(stream + 2 * C).to(tl.float32)
+    h3 = tl.load(stream + 3 * C).to(tl.float32)
+    if HAS_Y:
+        y = tl.load(y_ptr + t * C + c).to(tl.float32)
+        post, comb = post_ptr + t * 4, comb_ptr + t * 16
+        n0 = _post1(post, comb, 0, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n1 = _post1(post, comb, 1, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n2 = _post1(post, comb, 2, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        n3 = _post1(post, comb, 3, y, h0, h1, h2, h3).to(out_ptr.dtype.element_ty)
+        out = out_ptr + t * (4 * C) + c
+        tl.store(out, n0)
+        tl.store(out + C, n1)
+        tl.store(out + 2 * C, n2)
+        tl.store(out + 3 * C, n3)
+        h0, h1, h2, h3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    mixed = w0 * h0[None, :] + w1 * h1[None, :] + (w2 * h2[None, :] + w3 * h3[None, :])
+    squares = tl.sum(h0 * h0 + h1 * h1 + (h2 * h2 + h3 * h3), 0)
+    acc = tl.where(r == ROWS, squares, tl.sum(mixed, 1))
+    tl.store(part_ptr + (split.to(tl.int64) * T + t) * BLOCK_R + r, acc)
 
 
 @triton.jit
@@ -323,6 +392,12 @@ def mix(
     splits = triton.cdiv(C, config.block_c)
     out = streams if y is None else torch.empty_like(streams)
     part = torch.empty(splits, T, _rows(rows), dtype=torch.float32, device=streams.device)
+    if config.block_t == 1:
+        mhc_mix_few_kernel[splits, T](
+            y, streams, post, comb, fn, out, part, T, C, HAS_Y=y is not None, ROWS=rows, BLOCK_R=_rows(rows),
+            BLOCK_C=config.block_c, PDL=config.pdl, num_warps=config.mix_warps, **({"launch_pdl": True} if config.pdl else {}),
+        )  # fmt: skip
+        return out, part
     mhc_mix_kernel[splits, triton.cdiv(T, config.block_t)](
         y,
         streams,

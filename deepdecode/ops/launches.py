@@ -90,7 +90,7 @@ def mhc_boundary(
     """x; post and comb, unless it is the head's site; the new streams, if there is a y to write into them."""
     from deepdecode.kernels import mhc as kernel
 
-    config = kernel.plan(streams.shape[2], _arch(streams))
+    config = kernel.plan(streams.shape[2], _arch(streams), len(streams))
     with _on(streams):
         out, x, new_post, new_comb = kernel.launch(
             y, streams, post, comb, fn, base, scale, norm, norm_eps=norm_eps, hc_eps=hc_eps, iters=iters, config=config
