@@ -357,6 +357,11 @@ def test_kneser_ney_is_a_distribution_and_what_the_definition_says():
         ("def get(self):\n    try:\n", "        return self[1]\n    exc", True),
         ("def get(self):\n    try:\n", "        return self[1]\n    x = 3\n", False),
         ("    def close(self):\n        if self", ".f:\n            self.f.close()\n", True),
+        # a statement that the prompt had finished is not the completion's
+        ("x = 1", "\n", False),
+        ("x = 1", "  \n\n# why\n", False),
+        ("x = 1", " + 2\n", True),
+        ("x = 1", "\ny = 2\n", True),
     ],
 )
 def test_what_parses(prompt, completion, right):
@@ -366,19 +371,36 @@ def test_what_parses(prompt, completion, right):
 def test_the_prompts_are_twenty_beginnings_of_python():
     assert len(set(PROMPTS)) == 20 and not any(parses(prompt, "") for prompt in PROMPTS)
     endings = [
-        "x\n",
-        "x = 1\n",
-        "    pass\n",
-        "        pass\n",
+        " x\n",
+        "\nx = 1\n",
+        "\n    pass\n",
+        "\n        pass\n",
         "'a')\n",
         "x(1)\n",
         ":\n        pass\n",
         ":\n            x = 1\n",
         ":\n    return 1\n",
     ]
-    endings += ["):\n        self.x = 1\n", "_x(1)\n", "    import x\nexcept ImportError:\n    pass\n", "3):\n    pass\n"]
+    endings += ["):\n        self.x = 1\n", "_x(1)\n", "\n    import x\nexcept ImportError:\n    pass\n", "3):\n    pass\n"]
     for prompt in PROMPTS:
         assert any(parses(prompt, ending) for ending in endings), prompt
+
+
+def test_where_a_stretch_begins():
+    """Behind a file's mark and at lines that have no indent; inside a long block anywhere."""
+    words = ["<|begin_of_sentence|>", "<|end_of_sentence|>", "Ċ", "ĊĠ", "Ġx", "y", "Ċ#", *(f"Ġ{i}" for i in range(40))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    #                0  1  2  3  4  5  6  7  8  9  10 11
+    ids = np.array([0, 5, 2, 5, 3, 5, 2, 2, 5, 1, 0, 4, *range(7, 47)])
+    lines = data.line_starts(ids, np.array([0, 10]), vocabulary)
+    assert lines.tolist() == [1, 3, 8, 11]
+    tokens = data.Tokens(ids, np.array([0, 10]), np.array([9, 9]), lines)
+    length, drawn = 12, set()
+    for step in range(200):
+        for row in data.batch(tokens, step, 1, 2, length):
+            drawn |= {at for at in range(len(ids) - length + 1) if np.array_equal(ids[at : at + length], row[1:])}
+    # less than a quarter of the length behind a line, a stretch goes back to it
+    assert drawn >= {1, 3, 6, 7, 8} and not drawn & {0, 2, 4, 5, 9, 10, 12, 13}
 
 
 def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):

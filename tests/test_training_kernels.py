@@ -78,7 +78,7 @@ def test_index_sum(device):
     compare("index_sum", leaf(2, 3 * 2, 5, device=device), leaf(2, 3, 2, device=device))
 
 
-@pytest.mark.parametrize("kind", ["window", "entries", "chosen", "learns"])
+@pytest.mark.parametrize("kind", ["window", "entries", "chosen", "chosen alike", "learns"])
 def test_attend(kind, device):
     """Chunks of 8: the first, which sees nothing before it, and two more; entries that are done, chosen, or none yet."""
     B, S, H, D, W, N = 2, 24, 2, 16, 8, 6
@@ -86,6 +86,8 @@ def test_attend(kind, device):
     entries = leaf(B, N, D, device=device) if kind != "window" else None
     scores = leaf(B, S, N, device=device) if kind == "learns" else None
     chosen = torch.rand(B, S, N, device=device) < 0.6 if kind in ("chosen", "learns") else None
+    if kind == "chosen alike":
+        chosen = (torch.rand(S, N, device=device) < 0.6).expand(B, S, N)
     compare("attend", q, kv, entries, sink, scores, chosen, W, 4)
 
 

@@ -100,12 +100,14 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
 class Tokens:
     """One split: ids of all files, each from its beginning mark to its end mark, and where each begins.
 
-    sizes: bytes of UTF-8 of each file, which bits are counted against.
+    sizes: bytes of UTF-8 of each file, which bits are counted against. lines: places where a line without an indent begins,
+    ascending, or None where that is not known.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
+    lines: np.ndarray | None = None
 
     def files(self) -> list[np.ndarray]:
         return np.split(self.ids, self.starts[1:])
@@ -132,13 +134,31 @@ def prepare(stdlib: Path, out: Path, vocab: int) -> dict[str, dict[str, int]]:
 
 def load_tokens(folder: Path, split: str) -> Tokens:
     with np.load(folder / f"{split}.npz") as found:
-        return Tokens(found["ids"], found["starts"], found["sizes"])
+        ids, starts, sizes = found["ids"], found["starts"], found["sizes"]
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    return Tokens(ids, starts, sizes, line_starts(ids, starts, vocabulary))
+
+
+def line_starts(ids: np.ndarray, starts: np.ndarray, vocabulary: dict[str, int]) -> np.ndarray:
+    """Where a file begins, behind its mark, and where a token that is not blank follows a line break."""
+    ends, goes_on = (np.zeros(1 + max(vocabulary.values()), bool) for _ in range(2))
+    for token, i in vocabulary.items():
+        # byte-level BPE writes line break, space, tab and carriage return so
+        ends[i], goes_on[i] = token.endswith("Ċ"), token[0] not in "ĊĠĉč" and token not in SPECIAL
+    return np.union1d(np.flatnonzero(ends[ids[:-1]] & goes_on[ids[1:]]) + 1, starts + 1)
 
 
 def batch(tokens: Tokens, step: int, seed: int, rows: int, length: int) -> np.ndarray:
-    """int64 [rows, length + 1]: stretches from anywhere, each behind a beginning mark, the same for the same step and seed."""
+    """int64 [rows, length + 1]: stretches from anywhere, each behind a beginning mark, the same for the same step and seed.
+
+    A stretch begins with a line that is not indented, as text does that a model is given, where one begins not far before it.
+    """
     random = np.random.default_rng((seed, step))
     at = random.integers(0, len(tokens.ids) - length, rows)
+    if tokens.lines is not None:
+        line = tokens.lines[np.maximum(0, np.searchsorted(tokens.lines, at, side="right") - 1)]
+        # inside a class of many tokens its middle must be read too
+        at = np.where(abs(at - line) < length // 4, line, at)
     found = tokens.ids[at[:, None] + np.arange(length)].astype(np.int64)
     return np.concatenate((np.full((rows, 1), BOS), found), axis=1)
 

@@ -5,27 +5,28 @@ import io
 import tokenize
 from pathlib import Path
 
+# each ends where a token does: a line break is one with the indent behind it
 PROMPTS = (
-    "def add(a, b):\n",
-    "import os\nimport sys\n\n",
-    "class Stack:\n    def __init__(self):\n",
-    "def read_lines(path):\n    with open(path) as f:\n",
-    "for name in sorted(names):\n",
+    "def add(a, b):",
+    "import os\nimport sys",
+    "class Stack:\n    def __init__(self):",
+    "def read_lines(path):\n    with open(path) as f:",
+    "for name in sorted(names):",
     "def main():\n    parser = argparse.ArgumentParser(",
     "class Node(object):\n    \"\"\"A node of a tree.\"\"\"\n\n    def __init__(self, value",
-    "try:\n    import threading\n",
+    "try:\n    import threading",
     "def test_empty(self):\n    self.assert",
     "    def close(self):\n        if self",
-    "if __name__ == '__main__':\n",
+    "if __name__ == '__main__':",
     "def factorial(n):\n    if n",
-    "@property\ndef name(self):\n",
-    "while True:\n    line = f.readline()\n",
-    "class ParseError(Exception):\n",
-    "def get(self, key, default=None):\n    try:\n",
-    "from collections import ",
-    "def _split(s, sep):\n    i = s.find(sep)\n",
+    "@property\ndef name(self):",
+    "while True:\n    line = f.readline()",
+    "class ParseError(Exception):",
+    "def get(self, key, default=None):\n    try:",
+    "from collections import",
+    "def _split(s, sep):\n    i = s.find(sep)",
     "result = []\nfor i in range(",
-    "def __repr__(self):\n    return ",
+    "def __repr__(self):\n    return",
 )  # fmt: skip
 _BETWEEN = {tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -51,13 +52,16 @@ def logical_lines(text: str) -> list[tuple[int, str, str]] | None:
 
 
 def parses(prompt: str, completion: str) -> bool:
-    """Whether prompt and completion are Python up to their last complete statement, which must reach past the prompt.
+    """Whether prompt and completion are Python up to their last complete statement, of which the completion must have written.
 
     The last logical line that has ended is the end; a header that still waits for its body is left out, and a `try` may still
     wait for its `except`. An indented prompt is one from inside a class.
     """
     outside = "class Outside:\n" if prompt.startswith(" ") else ""
-    begun = len((outside + prompt).rstrip("\n").split("\n")) - (not prompt.endswith("\n"))
+    # the lines that were there before it, a last one that it goes on with left out
+    begun = len((outside + prompt).rstrip("\n").split("\n")) - (
+        not prompt.endswith("\n") and bool(completion.partition("\n")[0].strip())
+    )
     text = (outside + prompt + completion).rpartition("\n")[0] + "\n"
     lines = logical_lines(text)
     while lines and (lines[-1][2] == ":" or lines[-1][1] == "@"):

@@ -216,6 +216,8 @@ def attend(
     ratio: int,
 ) -> tuple[Tensor, Tensor]:
     """What `Attend` gives; S must be a multiple of W."""
+    # where every visible entry is chosen, one row stands for all sequences
+    chosen = None if chosen is None else chosen.contiguous()
     return Attend.apply(q.contiguous(), kv.contiguous(), entries, sink, scores, chosen, W, ratio)
 
 
