@@ -8,12 +8,16 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepdecode.bench import __main__ as bench
-from deepdecode.bench import tune
+from deepdecode.bench import attention, tune
+from deepdecode.bench.timing import Timing
 from deepdecode.cards import CARDS
 from deepdecode.errors import HintedError
 from deepdecode.kernels.attention_plan import Case, shapes
+from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.rows import read_rows, row_bytes
 
 H200 = next(card for card in CARDS if card.name == "H200")
 
@@ -26,6 +30,71 @@ def test_cells_are_distinct_and_start_with_the_models_own_keys():
     assert sum(name == "flash_mla" for _, name in cells) == 9 * 5 * 4
     first = next(case for case, name in cells if name == "deepdecode")
     assert (first.window_keys, first.extra_keys, first.fmt) == (128, 512, "fp8_584")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Caches of 4096 rows on the CPU, and a card with 1 MB of L2."""
+    changes = {"DEVICE": "cpu", "ROWS": 4096, "ROWS_AT_ONCE": 1000, "card_of": lambda _: dataclasses.replace(H200, l2=1)}
+    for name, value in changes.items():
+        monkeypatch.setattr(attention, name, value)
+    kept = (attention.caches, attention._checked, attention._pools)
+    for cache in kept:
+        cache.cache_clear()
+    yield
+    for cache in kept:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("fmt", ["fp8_584", "bf16"])
+def test_cases_share_rows_and_a_rotation_names_none_twice(small, fmt):
+    case = attention.Sized(2, 3, 16, 32, fmt)
+    pools = attention._pools(case)
+    for name, keys, large in zip(("window", "extra"), (16, 32), attention.caches(fmt), strict=True):
+        cache = getattr(pools[0], name)
+        assert cache.data.data_ptr() == large.data.data_ptr() and cache.num_rows < large.num_rows
+        lanes = torch.stack([getattr(pool, f"{name}_indices") for pool in pools])
+        assert lanes.shape == (len(pools), 2, keys) and lanes.dtype == torch.int32
+        assert lanes.unique().numel() == lanes.numel() and lanes.min() >= 0 and lanes.max() < cache.num_rows
+        # no rows of zeros left: all of them were written, the last and incomplete part too
+        values = read_rows(large, torch.arange(large.num_rows)).float()
+        assert values.std(dim=1).min() > 0.8 and values.std(dim=1).max() < 1.2
+    assert len(pools) * 2 * (16 + 32) * row_bytes(fmt) > 2 * 2**20
+    # another case has the same rows; more lanes than rows are drawn with repetition
+    wide = attention._pools(attention.Sized(64, 3, 16, 64, fmt))
+    assert wide[0].window.data.data_ptr() == pools[0].window.data.data_ptr()
+    drawn = torch.stack([pool.extra_indices for pool in wide if pool.extra_indices is not None])
+    assert wide[0].extra is not None and wide[0].extra.num_rows == 4096 < drawn.numel() // len(wide) * 2
+    assert drawn.min() >= 0 and drawn.max() < 4096 and drawn.unique().numel() > 2048
+
+
+def test_a_row_is_checked_and_timed_warm_and_rotated(small, monkeypatch):
+    timed = []
+
+    def time_graph(calls, **_):
+        timed.append([call() for call in calls])
+        return Timing(10.0, 9.0, 11.0) if len(calls) > 1 else Timing(8.0, 7.0, 9.0)
+
+    def runner(inputs, out, wrong=0.0):
+        def call():
+            out.copy_(sparse_attn_ref(inputs.q.float(), *inputs.args()[1:], sink=inputs.sink, scale=inputs.scale)[0])
+            out.add_(wrong)
+            return inputs.window_indices
+
+        return call
+
+    monkeypatch.setattr(attention, "time_graph", time_graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    case = attention.Sized(18, 3, 16, 32, "fp8_584")
+    row = attention.measure(case, "deepdecode", runner, limit_s=0.04)
+    assert (row["us_warm"], row["us_rotated"], row["us_rotated_high"]) == (8.0, 10.0, 11.0)
+    # the output is bfloat16
+    assert 0 < row["rel_err"] < 2.5e-3 and row["worst_row_err"] < 5e-3
+    warm, rotated = timed
+    assert len(warm) == 1 and len(rotated) == len(attention._pools(case)) > 1
+    assert len({tuple(indices.flatten().tolist()) for indices in rotated}) == len(rotated)
+    row = attention.measure(case, "deepdecode", lambda *given: runner(*given, wrong=0.01), limit_s=0.04)
+    assert row["error"] == "outside the error bounds" and "us_warm" not in row and len(timed) == 2
 
 
 @pytest.fixture
@@ -97,6 +166,34 @@ def test_rows_of_another_commit_are_measured_again(measured, tmp_path, capsys):
     bench.run(options(tmp_path, only="deepdecode portable"), H200, "def")
     assert copy.read_text() == was
     assert capsys.readouterr().err == ""
+
+
+def test_runs_that_are_cut_join_into_one_of_every_cell(measured, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "h200" / "attention.json"
+    clock = iter(range(10**6))
+    monkeypatch.setattr(bench.time, "monotonic", lambda: float(next(clock)))
+    bench.run(options(tmp_path, peers=True, seconds=500), H200, "abc")
+    some = len(json.loads(path.read_text())["rows"])
+    assert 0 < some < len(list(bench.jobs(with_peers=True)))
+    assert f"{some} rows, " in capsys.readouterr().out
+    measure = bench.attention.measure
+
+    def interrupted(*args, **options):
+        if len(measured) == some + 5:
+            raise KeyboardInterrupt
+        return measure(*args, **options)
+
+    monkeypatch.setattr(bench.attention, "measure", interrupted)
+    monkeypatch.setattr(bench, "WRITE_EVERY_S", 1e9)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(options(tmp_path, peers=True), H200, "abc")
+    assert len(json.loads(path.read_text())["rows"]) == some + 5
+    monkeypatch.setattr(bench.attention, "measure", measure)
+    bench.run(options(tmp_path, peers=True), H200, "abc")
+    rows = json.loads(path.read_text())["rows"]
+    cells = {bench._key(vars(case) | {"implementation": name}) for case, name, *_ in bench.jobs(with_peers=True)}
+    assert len(rows) == len(cells) == len(measured) and {bench._key(row) for row in rows} == cells
+    assert all(row["wall_s"] == 1 and row["commit"] == "abc" for row in rows)
 
 
 CUT = '{"rows": [{"T": 1'

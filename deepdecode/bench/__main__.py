@@ -62,28 +62,33 @@ def run(options: argparse.Namespace, card: Card, commit: str) -> int:
 
     start = written = time.monotonic()
     skipped = 0
-    for case, implementation, runner, limit in jobs(options.peers):
-        known = _key(vars(case) | {"implementation": implementation}) in have
-        if known or options.only not in (None, implementation):
-            continue
-        if time.monotonic() - start > options.seconds:
-            skipped += 1
-            continue
-        if isinstance(runner, int):
-            row = attention.measure_as_ptx(case, runner)
-        else:
-            row = attention.measure(case, implementation, runner, limit_s=limit)
-        shape = Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt, case.fmt)
-        nbytes, flops = work(shape)
-        row |= {"bytes": nbytes, "flops": flops, "floor_us": round(floor_us(shape, card), 3), "commit": commit}
-        if "us_warm" in row:
-            row["floor_fraction"] = round(row["floor_us"] / row["us_warm"], 4)
-        rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
-        _say(row)
-        if time.monotonic() - written > WRITE_EVERY_S:
-            write()
-            written = time.monotonic()
-    write()
+    try:
+        for case, implementation, runner, limit in jobs(options.peers):
+            known = _key(vars(case) | {"implementation": implementation}) in have
+            if known or options.only not in (None, implementation):
+                continue
+            began = time.monotonic()
+            if began - start > options.seconds:
+                skipped += 1
+                continue
+            if isinstance(runner, int):
+                row = attention.measure_as_ptx(case, runner)
+            else:
+                row = attention.measure(case, implementation, runner, limit_s=limit)
+            shape = Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt, case.fmt)
+            nbytes, flops = work(shape)
+            row |= {"bytes": nbytes, "flops": flops, "floor_us": round(floor_us(shape, card), 3), "commit": commit}
+            if "us_warm" in row:
+                row["floor_fraction"] = round(row["floor_us"] / row["us_warm"], 4)
+            now = time.monotonic()
+            row["wall_s"] = round(now - began, 3)
+            rows.append({key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()})
+            _say(row)
+            if now - written > WRITE_EVERY_S:
+                write()
+                written = now
+    finally:
+        write()
     print(f"{path}: {len(rows)} rows" + (f", {skipped} left for another run" if skipped else ""))
     return 1 if any("error" in row and row["implementation"] == "deepdecode" for row in rows) else 0
 

@@ -14,6 +14,7 @@ from deepdecode.bench.timing import time_graph
 from deepdecode.cards import Card
 from deepdecode.kernels.attention_plan import Case, Config, card_of, case_of, plan, work, workspace_layout
 from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.rows import PagedRows, allocate, write_rows
 from deepdecode.testing.inputs import KEY_COUNTS, AttentionInputs, attention_inputs
 from deepdecode.testing.numeric import rel_err, worst_row_err
 
@@ -29,6 +30,9 @@ BOUND = ("deepdecode", "deepdecode portable", "deepdecode portable, no FP8 type"
 CHECKED_TOKENS = 16
 # a rotated run touches at least this many times L2 before it meets a row again
 ROTATE_L2 = 2.5
+DEVICE = "cuda"
+# rows of each cache, and how many are made at once
+ROWS, ROWS_AT_ONCE, PAGE = 1 << 20, 1 << 16, 64
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,24 @@ def sized_cases() -> Iterator[Sized]:
                     yield Sized(T, H, *keys, fmt)
 
 
+@lru_cache(maxsize=2)
+def caches(fmt: str) -> tuple[PagedRows, PagedRows]:
+    """Window and extra rows that all cases of a form share: each takes the first ones, as many as it needs."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    made = []
+    for _ in range(2):
+        cache = allocate(ROWS // PAGE, PAGE, fmt, device=torch.device(DEVICE))
+        for begin in range(0, ROWS, ROWS_AT_ONCE):
+            at = torch.arange(begin, min(ROWS, begin + ROWS_AT_ONCE), device=DEVICE)
+            write_rows(cache, at, torch.randn(len(at), cache.width, generator=generator, device=DEVICE))
+        made.append(cache)
+    return made[0], made[1]
+
+
 def inputs_for(case: Sized, rows: int | None = None) -> AttentionInputs:
-    return attention_inputs(
-        case.T, case.H, case.window_keys, case.extra_keys, fmt=case.fmt, rows=rows, device="cuda", seed=case.T + case.H
-    )
+    keys = case.window_keys, case.extra_keys
+    options = {"rows": rows, "caches": caches(case.fmt), "device": DEVICE, "seed": case.T + case.H}
+    return attention_inputs(case.T, case.H, *keys, fmt=case.fmt, **options)
 
 
 def reference(inputs: AttentionInputs) -> torch.Tensor:
@@ -200,23 +218,24 @@ def _checked(case: Sized) -> tuple[AttentionInputs, torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def _pools(case: Sized) -> list[AttentionInputs]:
-    """Inputs that together are larger than L2 several times over."""
+    """Inputs that together are larger than L2 several times over, without a row twice where the caches hold enough of them."""
     nbytes, _ = work(Case(case.T, case.H, case.window_keys, case.extra_keys, case.fmt))
-    l2 = card_of(torch.device("cuda", torch.cuda.current_device())).l2 << 20
+    l2 = card_of(caches(case.fmt)[0].data.device).l2 << 20
     count = max(2, min(400, math.ceil(ROTATE_L2 * l2 / nbytes)))
-    pool = inputs_for(case, rows=min(1 << 20, max(case.window_keys, case.extra_keys) * case.T * count))
-    generator = torch.Generator("cuda").manual_seed(0)
+    pool = inputs_for(case, rows=min(ROWS, max(case.window_keys, case.extra_keys) * case.T * count))
+    generator = torch.Generator(DEVICE).manual_seed(0)
 
-    def fresh(indices: torch.Tensor, rows: int) -> torch.Tensor:
-        return torch.randint(rows, indices.shape, generator=generator, device="cuda", dtype=torch.int32)
+    def fresh(cache: PagedRows, keys: int) -> torch.Tensor:
+        shape = (count, case.T, keys)
+        lanes, options = math.prod(shape), {"generator": generator, "device": DEVICE}
+        if lanes <= cache.num_rows:
+            return torch.randperm(cache.num_rows, **options)[:lanes].int().view(shape)
+        return torch.randint(cache.num_rows, shape, dtype=torch.int32, **options)
 
-    pools = []
-    for _ in range(count):
-        changed = {"window_indices": fresh(pool.window_indices, pool.window.num_rows)}
-        if pool.extra is not None and pool.extra_indices is not None:
-            changed["extra_indices"] = fresh(pool.extra_indices, pool.extra.num_rows)
-        pools.append(replace(pool, **changed))
-    return pools
+    changed: dict[str, torch.Tensor] = {"window_indices": fresh(pool.window, case.window_keys)}
+    if pool.extra is not None:
+        changed["extra_indices"] = fresh(pool.extra, case.extra_keys)
+    return [replace(pool, **{name: indices[n] for name, indices in changed.items()}) for n in range(count)]
 
 
 def best_of(case: Sized, configs: Iterable[Config], *, limit_s: float = 0.1) -> list[tuple[float, Config]]:

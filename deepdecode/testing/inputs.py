@@ -55,6 +55,7 @@ def attention_inputs(
     q_scale: float = 1.0,
     dtype: torch.dtype = torch.bfloat16,
     rows: int | None = None,
+    caches: tuple[PagedRows, PagedRows] | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> AttentionInputs:
@@ -62,13 +63,17 @@ def attention_inputs(
 
     full: every lane holds a key; else lengths are random, 0 included. holes: every 17th lane is -1.
     rows: rows of each cache; by default as many as T tokens need, at most 65536.
+    caches: window and extra whose first pages stand for new ones; fmt, spread and the page sizes are theirs.
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
 
-    def indices_of(keys: int, page: int) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
+    def indices_of(keys: int, page: int, large: PagedRows | None) -> tuple[PagedRows, torch.Tensor, torch.Tensor]:
         count = min(65536, max(keys, T * keys, 1)) if rows is None else rows
-        cache = random_rows(-(-count // page), page, fmt, generator, device, spread)
+        if large is None:
+            cache = random_rows(-(-count // page), page, fmt, generator, device, spread)
+        else:
+            cache = replace(large, data=large.data[: -(-count // large.page_size)])
         indices = torch.randint(cache.num_rows, (T, keys), generator=generator, device=device, dtype=torch.int32)
         if T * keys <= cache.num_rows:
             indices = torch.randperm(cache.num_rows, generator=generator, device=device)[: T * keys].view(T, keys).int()
@@ -78,8 +83,9 @@ def attention_inputs(
         lens = torch.randint(low, keys + 1, (T,), generator=generator, device=device, dtype=torch.int32)
         return cache, indices, lens
 
-    window = indices_of(window_keys, window_page)
-    extra = indices_of(extra_keys, extra_page) if extra_keys else (None, None, None)
+    large_window, large_extra = caches or (None, None)
+    window = indices_of(window_keys, window_page, large_window)
+    extra = indices_of(extra_keys, extra_page, large_extra) if extra_keys else (None, None, None)
     q = (q_scale * torch.randn(T, H, 512, generator=generator, device=device)).to(dtype)
     sink = torch.randn(H, generator=generator, device=device)
     return AttentionInputs(q, *window, *extra, sink, 512**-0.5)
