@@ -22,6 +22,7 @@ from deepdecode.cards import CARDS
 from deepdecode.config import ModelConfig
 from deepdecode.kernels import indexer as indexer_kernel
 from deepdecode.kernels import step as step_kernel
+from deepdecode.testing.numeric import rel_err
 from deepdecode.testing.steps import contiguous, prepare_inputs
 
 H200 = next(card for card in CARDS if card.name == "H200")
@@ -105,6 +106,43 @@ def test_products(dry, small_sets, tmp_path, monkeypatch, capsys):
     assert f"{len(rows)} rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("step", [8, 16])
+def test_the_bound_of_a_sum_is_that_of_a_cut_one(step):
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 4096, generator=generator).bfloat16().double() for rows in (4, 200))
+    want, total = x @ w.T, torch.zeros(4, 200)
+    for at in range(0, 4096, step):
+        exact = total.double() + x[:, at : at + step] @ w[:, at : at + step].T
+        # towards 0
+        total = exact.float()
+        total = torch.where(total.double().abs() > exact.abs(), torch.nextafter(total, torch.zeros(())), total)
+    # as the head of one H200, whose steps are of 16, and twice that
+    assert rel_err(total, want) == pytest.approx(4.4e-6 * 16 / step, rel=0.25)
+    bound = linear.sum_err(4096)
+    assert 3 * rel_err(total, want) < bound
+    # a result in bfloat16, and one product left out
+    assert rel_err(want.bfloat16(), want) > 30 * bound
+    assert rel_err(want - x[:, :1] @ w[:, :1].T, want) > 300 * bound
+
+
+@pytest.mark.parametrize("part", ["wide", "beside"])
+def test_a_wide_result_in_bfloat16_has_no_time(dry, small_sets, tmp_path, monkeypatch, part):
+    def rounded(x, weight, beside, dtype):
+        def call():
+            out, *others = linear.ours(x, weight, beside, dtype)()
+            return out if part == "beside" else out.bfloat16(), *(one.bfloat16() if part == "beside" else one for one in others)
+
+        return call
+
+    monkeypatch.setitem(linear.IMPLEMENTATIONS, "deepdecode", rounded)
+    assert dry(linear) == 1
+    rows = rows_of(tmp_path, "linear")
+    sets = {"head"} if part == "wide" else {case.name for case in linear.SETS if case.beside}
+    assert {row["set"] for row in rows if "us_warm" not in row} == sets
+    figure = "rel_err" if part == "wide" else "beside_err"
+    assert all(row["error"].startswith(f"{figure} must be at most 1.9e-06, got 1.") for row in rows if row["set"] in sets)
+
+
 def test_indexer(dry, tmp_path, monkeypatch):
     monkeypatch.setattr(indexer_kernel, "gluon_ready", lambda: False)
     monkeypatch.setattr(indexer, "SIZES", ((1, 128), (3, 192)))
@@ -144,6 +182,44 @@ def test_glue(dry, tmp_path, monkeypatch):
     errors = {row["implementation"]: row["rel_err"] for row in rows if row["op"] == "mhc_mix"}
     # what the weights' second bfloat16 part is for
     assert errors["deepdecode"] < 1e-5 < 1e-4 < errors["deep_gemm, TF32"] < errors["torch.matmul, bfloat16"]
+
+
+def test_a_route_may_take_the_second_of_a_tie():
+    scores = torch.tensor([[0.9, 0.5, 0.5 + 1e-9, 0.3], [0.1, 0.8, 0.7, 0.6]], dtype=torch.float64)
+    bias = torch.tensor([0.0, 0.1, 0.1, 0.0])
+
+    def error(ids, **more):
+        ids = torch.tensor(ids)
+        return glue.routed_err(ids, glue.weigh_ref(scores, ids, glue.CONFIG.routed_scale), scores, bias, more.get("fixed"))
+
+    assert error([[0, 2], [1, 2]]) == 0
+    assert error([[0, 1], [1, 2]]) < 1e-8 < glue.ROUTED
+    assert error([[0, 3], [1, 2]]) > 0.1
+    assert error([[0, 2], [1, 3]]) > 0.1
+    assert error([[0, 0], [1, 2]]) == float("inf")
+    # a table's are not chosen
+    fixed = torch.tensor([[0, 2], [1, 2]])
+    assert error([[0, 2], [1, 2]], fixed=fixed) == 0
+    assert error([[0, 1], [1, 2]], fixed=fixed) == float("inf")
+    # and weights are those of the experts
+    assert glue.routed_err(fixed, glue.weigh_ref(scores, fixed, 1.01 * glue.CONFIG.routed_scale), scores, bias, None) > 9e-3
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.75])
+def test_a_drawn_token_may_be_the_neighbour_of_a_boundary(top_p):
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # of the nucleus: 4 / 9, 3 / 9, 2 / 9
+    edge = torch.tensor([0.4 if top_p == 1 else 4 / 9], dtype=torch.float64)
+
+    def error(token, uniform, temperature=1.0):
+        return glue.drawn_err(torch.tensor([token]), logits, temperature, top_p, uniform)
+
+    assert error(0, edge - 0.01) == error(1, edge + 0.01) == 0
+    assert 0 < error(0, edge + 1e-6) < glue.DRAWN and 0 < error(1, edge - 1e-6) < glue.DRAWN
+    assert error(0, edge + 0.01) > 9e-3 and error(1, edge - 0.01) > 9e-3
+    # what the nucleus leaves out is near its end only
+    assert error(3, edge) > 0.5
+    assert error(0, edge + 0.01, temperature=0.0) == 0 and error(1, edge + 0.01, temperature=0.0) == 1
 
 
 def test_goes_on_after_a_stop(dry, small_sets, tmp_path, capsys, monkeypatch):
