@@ -11,11 +11,12 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 ROUNDS = 6
-# 128 words of one lane each, which Triton stores by stmatrix; 64 words of four lanes each, as a wgmma accumulator has what
-# belongs to its rows, by plain stores
+# matrix: a word for each of 128 lanes in order, which Triton stores by stmatrix; lane: out of order, so a plain store; four: 64
+# words of four lanes each, as a wgmma accumulator has what belongs to its rows, by plain stores
 LAYOUTS = {
-    1: (gl.BlockedLayout([1], [32], [4], [0]), 128),
-    4: (gl.SliceLayout(1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])), 64),
+    "matrix": (gl.BlockedLayout([1], [32], [4], [0]), 128),
+    "lane": (gl.DistributedLinearLayout([], [[2], [1], [4], [8], [16]], [[32], [64]], [], [128]), 128),
+    "four": (gl.SliceLayout(1, gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])), 64),
 }
 
 
@@ -60,7 +61,7 @@ def hand_over_kernel(out_ptr, count, LAYOUT: gl.constexpr, N: gl.constexpr, num_
 
 
 if __name__ == "__main__":
-    layout, n = LAYOUTS[int(sys.argv[1])]
+    layout, n = LAYOUTS[sys.argv[1]]
     out = torch.empty(n, dtype=torch.int32, device="cuda")
     hand_over_kernel[1,](out, ROUNDS, layout, n, num_warps=4)
     torch.cuda.synchronize()

@@ -67,6 +67,21 @@ def build(arch: int, fmt: str, config: Config) -> tuple[Compiled, str]:
     return compiled, compiled.sass()
 
 
+# arrivals at mbarriers: of wide full, q_max and empty twice, p_full, q_full, done; of piped full twice, empty
+ARRIVALS = {"wide": 8, "piped": 3}
+
+
+def unguarded(sass: str) -> list[str]:
+    """Accesses to shared memory with no barrier between them and the next arrival at an mbarrier."""
+    last, found = "nothing", []
+    for op in re.findall(r"\b(BAR\.SYNC|STSM?|LDSM?|SYNCS\.ARRIVE)\b", sass):
+        if op != "SYNCS.ARRIVE":
+            last = op
+        elif last != "BAR.SYNC":
+            found.append(last)
+    return found
+
+
 @pytest.fixture(scope="module")
 def compiler():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -91,6 +106,16 @@ def test_compiles_within_the_card(compiler, arch, fmt, config):
     assert re.search(r"ld\.global[.\w:]*\.v4|cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
     if arch < 89:
         assert "e4m3" not in compiled.ptx
+    # one thread says for its role that buffers are full or free: all that the role stored or read comes before
+    assert sass.count("SYNCS.ARRIVE") == ARRIVALS.get(config.kernel, 0)
+    assert unguarded(sass) == []
+
+
+def test_an_access_between_barrier_and_arrival_is_found():
+    guarded = "STS [R1], R2 ; BAR.SYNC 0x0 ; IADD3 R1, R1 ; @!P3 SYNCS.ARRIVE.TRANS64 RZ, [R4] ; "
+    assert unguarded(guarded + guarded) == []
+    assert unguarded(guarded.replace("IADD3 R1,", "LDS.64 R1,") + guarded) == ["LDS"]
+    assert unguarded(guarded + guarded.replace("BAR.SYNC", "NOP").replace("STS", "STSM.16.M88.4")) == ["STSM"]
 
 
 def test_every_arch_has_few_configs():
