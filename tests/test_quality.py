@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from deepdecode.ops.reference import REFERENCE
 from deepdecode.ops.table import MhcSite
 from deepdecode.quality import choices as made
 from deepdecode.quality.choices import BASE, CHOICES, Choice
-from deepdecode.quality.command import Request, choose, choose_contexts, choose_device, quality_command, quality_doc
+from deepdecode.quality.command import Request, choose, choose_contexts, choose_device, not_meant, quality_command, quality_doc
 from deepdecode.quality.measure import Loss, Told, find, random_entries, runner_for, tell
 from deepdecode.quality.text import Needle, Piece, held_out, needles, pieces
 from deepdecode.runner import Runner
@@ -244,6 +245,20 @@ def test_the_command_measures_what_a_model_can_have(folder, tmp_path, capsys):
     assert f"{rows['kv bf16']['bits_per_byte']:.4f}" in told and "kv fp8: needs head" in told and "the same text" in told
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("linear: no kernel for x [5, 1, 256], weight [640, 256] fp8: x in float32, not bfloat16; the reference runs", False),
+        ("index_topk: no kernel for index_q [5, 4, 128], 1024 entries, top 64, f32 keys: f32 keys; the reference runs", False),
+        ("linear: no kernel for x [5, 1, 250], weight [640, 250] plain: in no multiple of 8; the reference runs", True),
+        ("float32 is what a file says", True),
+    ],
+)
+def test_float32_on_references_is_no_news(line, said):
+    record = logging.LogRecord("deepdecode", logging.WARNING, "", 0, line, None, None)
+    assert not_meant(record) == said
+
+
 def test_what_was_read_is_kept(folder, tmp_path, monkeypatch):
     """A run that is cut has the rows of the pieces before."""
     calls = []
@@ -257,7 +272,9 @@ def test_what_was_read_is_kept(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("deepdecode.quality.command.tell", cut)
     with pytest.raises(KeyboardInterrupt):
         quality_command(Request(checkpoint=folder, tokens=128, contexts="64", device="cpu", out=tmp_path, only="kv bf16"))
-    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
+    document = json.loads((tmp_path / "quality.json").read_text())
+    rows = document["rows"]
+    assert document["pieces"] == {"read": 1, "of": 2} and "63 tokens, 1 of 2 pieces." in plain_text(quality_doc(document))
     assert [(row["choice"], row["tokens"]) for row in rows] == [("fp32", 63), ("kv bf16", 63)]
     assert rows[0]["kl_bits"] == 0 < rows[1]["kl_bits"]
 

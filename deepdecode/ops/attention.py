@@ -14,8 +14,8 @@ from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readab
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
-# bytes of gathered rows that the reference holds at once
-_CHUNK_BYTES = 32 << 20
+# bytes of gathered rows that the reference holds at once; on a GPU, where a chunk costs some forty launches, so often as many
+_CHUNK_BYTES, _GPU_CHUNKS = 32 << 20, 8
 
 
 def sparse_attn_ref(
@@ -37,7 +37,8 @@ def sparse_attn_ref(
         sets.append((extra, extra_indices, extra_lens))
     out, lse = torch.empty_like(q), q.new_empty(T, H)
     keys = sum(indices.shape[1] for _, indices, _ in sets)
-    step = max(1, _CHUNK_BYTES // max(1, keys * D * q.element_size()))
+    held = _CHUNK_BYTES if readable(q) else _GPU_CHUNKS * _CHUNK_BYTES
+    step = max(1, held // max(1, keys * D * q.element_size()))
     for start in range(0, T, step):
         part = slice(start, start + step)
         rows, seen = zip(*(_gather(cache, indices[part], lens[part]) for cache, indices, lens in sets), strict=True)

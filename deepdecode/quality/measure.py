@@ -14,7 +14,7 @@ from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import Ops, Step
 from deepdecode.quality.choices import Choice
 from deepdecode.quality.text import Needle, Piece
-from deepdecode.runner import Runner, Sampling
+from deepdecode.runner import PREFILL_CHUNK, Runner, Sampling
 from deepdecode.speculate import Speculator
 
 Tensor = torch.Tensor
@@ -22,6 +22,8 @@ Tensor = torch.Tensor
 SAMPLED = 16
 # rows of logits compared at a time
 ROWS = 512
+# tokens read in one forward on a GPU, where an op costs its launch
+GPU_CHUNK = 4096
 
 
 @dataclass
@@ -58,19 +60,25 @@ class Witness:
         rows = [t for t, position in enumerate(positions) if position in self.positions]
         if not rows:
             return indices, lens
-        # where each entry stands, and what stands in each row
+        # where each entry stands, and what stands there; all sampled tokens at once
+        at, lens_seen = torch.tensor(rows, device=indices.device), step.entry_lens[4].tolist()
         pages = step.block_tables[int(step.slots[0])]
-        entry = torch.arange(len(pages) * keys.page_size, device=pages.device)
+        entry = torch.arange(max(lens_seen[t] for t in rows), device=pages.device)
         physical = pages[entry // keys.page_size].long() * keys.page_size + entry % keys.page_size
-        found: list[int] = lens.tolist()
-        for t in rows:
-            at, seen = (layer, positions[t]), int(step.entry_lens[4][t])
-            taken = indices[t, : found[t]].long()
-            self.chosen[at] = torch.isin(physical[:seen], taken).cpu()
-            if self.keep_scores and seen:
-                values = read_rows(keys, physical[:seen])
-                logits = index_logits_ref(index_q[t : t + 1].to(values.dtype), weights[t : t + 1].to(values.dtype), values)
-                self.scores[at] = logits[0].softmax(dim=0).cpu()
+        # lanes past a token's length hold -1, which marks a row that no entry has
+        marks = torch.zeros(len(rows), keys.num_rows + 1, dtype=torch.bool, device=pages.device)
+        taken = marks.scatter_(1, indices[at].long() % (keys.num_rows + 1), True)[:, physical].cpu()
+        told = None
+        if self.keep_scores and len(physical):
+            values = read_rows(keys, physical)
+            logits = index_logits_ref(index_q[at].to(values.dtype), weights[at].to(values.dtype), values)
+            unseen = entry >= step.entry_lens[4][at][:, None]
+            told = logits.masked_fill(unseen, float("-inf")).softmax(dim=1).cpu()
+        for i, t in enumerate(rows):
+            where, seen = (layer, positions[t]), lens_seen[t]
+            self.chosen[where] = taken[i, :seen]
+            if told is not None and seen:
+                self.scores[where] = told[i, :seen]
         return indices, lens
 
     def route(self, x: Tensor, tokens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -82,8 +90,9 @@ class Witness:
 
 def runner_for(weights: ModelWeights, choice: Choice, length: int, ops: Ops) -> Runner:
     """A runner whose caches are the choice's."""
-    runner = Runner(weights, max_len=length, fmt=choice.fmt, ops=ops, graphs=False)
-    config, device = weights.config, runner.device
+    config, device = weights.config, weights.embed.device
+    chunk = GPU_CHUNK if device.type == "cuda" else PREFILL_CHUNK
+    runner = Runner(weights, max_len=length, fmt=choice.fmt, ops=ops, graphs=False, prefill_chunk=chunk)
     runner.cache = KVCache(config, slots=1, max_len=length, fmt=choice.fmt, index_fmt=choice.index_fmt, device=device)
     return runner
 
