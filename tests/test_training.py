@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import sys
 from pathlib import Path
@@ -431,6 +432,11 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     assert curve(tmp_path / "run").stat().st_size > 5000
     card = (tmp_path / "model" / "README.md").read_text()
     assert str(told["test_bits_per_byte_exported"]) in card and "Python Software Foundation License" in card
+
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["test_bits_per_byte_exported"] == told["test_bits_per_byte_exported"] and result["device"]["name"] == "cpu"
+    assert result["command"].endswith("DATA RUN --steps 8 --rows 2 --length 128 --lr 0.02 --warmup 2 --dense-until 2")
+    assert [row["step"] for row in result["log"]] == [2, 4, 6, 8]
 
     checkpoint = open_checkpoint(tmp_path / "model")
     assert checkpoint.config.expert_dtype == "fp4" and checkpoint.dtype("layers.0.ffn.experts.0.w1.weight") == "I8"

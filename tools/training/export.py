@@ -1,13 +1,16 @@
 """From a finished run to a checkpoint in the official format with its card, and the picture of its losses."""
 
+import dataclasses
 import json
 import shutil
 import tempfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepdecode.bench.timing import current_commit
 from deepdecode.checkpoint import CheckpointError, load_draft, load_model, open_checkpoint, write_checkpoint
 from deepdecode.config import ModelConfig
 from training.data import VERSION, load_tokens
@@ -19,7 +22,7 @@ MOST = 20_000_000
 
 
 def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Write the best parameters of a run as a checkpoint; what its card says, measured on a device.
+    """Write the best parameters of a run as a checkpoint; what its card says, measured on a device; it stands in result.json too.
 
     Raises:
         ValueError: the run has not kept any parameters yet.
@@ -40,7 +43,25 @@ def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: t
         card.write_text(card_text(config, recipe, told))
         extra = [data / "tokenizer.json", generation, card]
         write_checkpoint(model, config, to_tensors(config, run.params), extra_files=extra)
+    (folder / "result.json").write_text(json.dumps(result(folder, recipe, told, device), indent=1) + "\n")
     return told
+
+
+def result(folder: Path, recipe: Recipe, told: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A run as a result file: how to do it again, what the card says, and its log."""
+    own = {name: value for name, value in dataclasses.asdict(recipe).items() if name != "betas"}
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in own.items() if value != getattr(Recipe, name)]
+    return {
+        "schema": 1,
+        "device": {"name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"},
+        "versions": {"torch": torch.__version__},
+        "commit": current_commit(),
+        "date": date.today().isoformat(),
+        "command": " ".join(["python tools/train_tiny.py train DATA RUN", *words]),
+        "recipe": own,
+        **told,
+        "log": [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()],
+    }
 
 
 def card_figures(run: Run, splits: dict[str, Any]) -> dict[str, Any]:
