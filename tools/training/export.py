@@ -22,7 +22,7 @@ MOST = 20_000_000
 
 
 def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Write the best parameters of a run as a checkpoint; what its card says, measured on a device; it stands in result.json too.
+    """Write the best parameters of a run as a checkpoint; what its card says, measured on a device and kept in result.json.
 
     Raises:
         ValueError: the run has not kept any parameters yet.
