@@ -37,8 +37,9 @@ def test_entries_at_full_size(cut, rung, concurrency):
     failed = [gate for gate in gates if not gate.passed]
     cut.reset()
     assert not failed
-    # rounding shows, so something was compared
-    assert all(gate.error > 1e-4 for gate in gates if gate.name.endswith("against float64"))
+    # rounding shows, so something was compared; the gates of hyper-connections are rounded to nothing less than float32
+    least = {gate.name: 1e-8 if gate.name.startswith("hyper-connections") else 1e-4 for gate in gates}
+    assert all(gate.error > least[gate.name] for gate in gates if gate.name.endswith("against float64"))
 
 
 @pytest.fixture(scope="module")
