@@ -178,6 +178,24 @@ def test_small_weights_fill_the_card():
     assert config.num_warps * 32 * 8 * 2 == config.block_k
 
 
+def test_rows_and_those_beside_are_cut_finely_where_one_wave_holds_them():
+    def tile(card, **changes):
+        config = plan(replace(Case(32, 1, 1536, 4096, "fp8", beside=2624), **changes), find_card(card))
+        return config.block_m, config.block_t, config.slices
+
+    fine, wide, coarse = (16, 16, 4), (16, 32, 4), (64, 32, 1)
+    # two tiles of 16 tokens are 520 programs of q_kv and rest at ratio 4, and 320 at ratio 128; 132 SMs hold 396
+    assert tile("H200") == tile("H200", T=17) == wide
+    assert tile("H200", beside=1024) == fine
+    # 99 KB hold one program each: not of 260
+    assert tile("L40S") == coarse
+    assert tile("L40S", out=1024, beside=1024) == wide
+    # more tokens, more rows
+    assert tile("H200", T=33) == tile("H200", T=64, beside=1024) == coarse
+    assert tile("H200", beside=3000) == coarse
+    assert tile("H200", T=16, beside=3000) == fine
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -84,7 +84,7 @@ def plan(case: Case, card: Card) -> Config | Gemv:
     13.4 / 16.7; head whole 242 / 249 (249). Rows for each warp instead of slices of K save q_b 7 at T = 16. Started before the
     launch in front has ended, these take longer (a step of 16 tokens 9.57 instead of 9.44 ms), so they are not.
     """
-    return _few(case, card) or _tile(case)
+    return _few(case, card) or _tile(case, card)
 
 
 def _few(case: Case, card: Card) -> Gemv | None:
@@ -101,14 +101,30 @@ def _few(case: Case, card: Card) -> Gemv | None:
     return Gemv(block_m, max(1, block_m // 2), block_k, tokens, warps, pdl=card.arch >= 90)
 
 
-def _tile(case: Case) -> Config:
+def _beside(case: Case, card: Card, block_k: int) -> Config:
+    """The launch of tiles for a weight and one beside it.
+
+    Past 16 tokens a program's 4096 columns take 14000 instructions of a warp if its rows are 64, and that long whatever the
+    bytes; in tiles of 16 rows each warp has a quarter of the columns. They win where one wave of programs holds them: q_kv and
+    rest at 24 and 32 tokens take 16.5 us instead of 21.7 (ratio 4) and 15.5 instead of 21.3 (ratio 128) on an H200, Triton 3.6,
+    past L2. Two waves of 16 tokens each take 21.5 (ratio 4), and at 64 tokens such tiles 23.5 or more where these take 21.8.
+    """
+    tiles = -(-case.out // 16) + -(-case.beside // 16)
+    if case.T <= 16:
+        return Config(16, 8 if case.T <= 8 else 16, block_k, slices=4, num_warps=4, num_stages=3)
+    # so many programs fit an SM by their tiles in shared memory, 64 KB with 16 tokens and 96 KB with 32
+    for block_t, resident in ((16, card.shared // 66), (32, card.shared // 98)):
+        if case.T <= 32 and tiles * -(-case.T // block_t) <= resident * card.sms:
+            return Config(16, block_t, block_k, slices=4, num_warps=4, num_stages=3)
+    return Config(64, 32, block_k, slices=1, num_warps=4, num_stages=3)
+
+
+def _tile(case: Case, card: Card) -> Config:
     rows = case.out * case.groups
     stages = 3 if case.weight == "float32" else 4
     block_k = 64 if case.weight == "float32" else 128
     if case.beside:
-        if case.T > 16:
-            return Config(64, 32, block_k, slices=1, num_warps=4, num_stages=3)
-        return Config(16, 8 if case.T <= 8 else 16, block_k, slices=4, num_warps=4, num_stages=3)
+        return _beside(case, card, block_k)
     if case.T > 16:
         if rows <= 2048:
             # tiles of tokens share the few rows in L2
