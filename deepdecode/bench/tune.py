@@ -13,7 +13,18 @@ import numpy as np
 from deepdecode.bench.attention import LAUNCH, Sized, best_of, mma_sync
 from deepdecode.bench.files import read_results
 from deepdecode.cards import Card
-from deepdecode.kernels.attention_plan import TUNED, Case, Config, Shape, card_of, model, predict, shapes, split_counts
+from deepdecode.kernels.attention_plan import (
+    TUNED,
+    Case,
+    Config,
+    Shape,
+    card_of,
+    merge_warps,
+    model,
+    predict,
+    shapes,
+    split_counts,
+)
 from deepdecode.testing.inputs import KEY_COUNTS
 
 # kernel, heads and keys of a program, warps, rows; the larger of what Triton 3.6 and 3.9 give in shared memory; programs on one
@@ -100,7 +111,7 @@ def launches(case: Sized, card: Card, kernels: tuple[str, ...], hopeless: float 
         known = next((s for s in shapes() if (s.kernel, s.block_h, s.block_n, s.fmt) == (kernel, block_h, block_n, fmt)), None)
         known = known or next(iter(alike), None)
         for splits in split_counts(case.window_keys + case.extra_keys, block_n):
-            config = Config(kernel, block_h, block_n, splits, 0, warps, 16, True, 2 if splits <= 32 else 4, True)
+            config = Config(kernel, block_h, block_n, splits, 0, warps, 16, True, merge_warps(case.T, case.H, splits), True)
             able.append((predict(known, splits, point, card) if known else 0.0, config))
     best = {
         mma: min((us for us, config in able if us and _is_portable(config.kernel) == mma), default=0.0) for mma in (False, True)

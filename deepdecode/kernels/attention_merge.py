@@ -43,6 +43,10 @@ def merge_kernel(
         # infinity less itself would be NaN; what is this large takes all weight as well
         sink = tl.where(sink == float("inf"), 3.0e38, sink)
     row = t * splits * H + h
+    # one 64-bit address of each; splits are 32-bit steps from it
+    part_lse_ptr += row
+    part_unit_ptr += row
+    part_ptr += row * 512
     peak = sink
     total = 0.0
     acc = tl.zeros([512], tl.float32)
@@ -55,7 +59,7 @@ def merge_kernel(
         top = float("-inf")
         lses = ()
         for n in tl.static_range(STEP):
-            lse = tl.load(part_lse_ptr + row + (first + n) * H, mask=first + n < splits, other=float("-inf"))
+            lse = tl.load(part_lse_ptr + (first + n) * H, mask=first + n < splits, other=float("-inf"))
             lses = lses + (lse,)  # noqa: RUF005 (Triton knows no starred tuples)
             top = tl.maximum(top, lse)
         new_peak = tl.maximum(peak, top)
@@ -69,9 +73,9 @@ def merge_kernel(
         keys_total *= tl.exp2(keys_peak - keys_base)
         keys_peak = keys_new
         for n in tl.static_range(STEP):
-            at = row + (first + n) * H
+            at = (first + n) * H
             unit = tl.load(part_unit_ptr + at, mask=first + n < splits, other=0.0)
-            values = tl.load(part_ptr + at * 512 + channel, mask=first + n < splits, other=0.0)
+            values = tl.load(part_ptr + (at * 512 + channel), mask=first + n < splits, other=0.0)
             weight = tl.exp2(lses[n] - base)
             total += weight
             acc += values.to(tl.float32) * (weight * unit)
@@ -111,7 +115,8 @@ class Parts:
 
 def launch_merge(sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None, parts: Parts, config: Config) -> None:
     T, H, _ = out.shape
-    step = min(STEP if config.merge_warps < 4 else MERGED, triton.next_power_of_2(config.splits))
+    # as many as there are: up to the next power of two a warp would go through a third more instructions
+    step = min(STEP if config.merge_warps < 4 else MERGED, config.splits)
     merge_kernel[T, H](
         sink,
         out,

@@ -359,6 +359,15 @@ def _deterministic(case: Case, card: Card, fitting: list[Shape]) -> Config:
     return _config(shape, max(1, math.ceil(tiles / each)), each * shape.block_n, case, card)
 
 
+def merge_warps(T: int, H: int, splits: int) -> int:
+    """Warps of each merge program: more where there are few programs, or where splits would not fit the registers of two.
+
+    H200, FP8 rows, 128+512 keys, us of a call with 2 / 4 warps: 8 heads T=1 5.4 / 5.0, T=16 7.4 / 7.1, T=64 13.5 / 13.1; 64
+    heads T=8 10.5 / 11.2, T=16 12.3 / 13.3, T=64 23.9 / 24.3 (a development run; T H splits: 80, 640, 1024; 5120, 5120, 8192).
+    """
+    return 4 if splits > 32 or T * H * splits <= 2048 else 2
+
+
 def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) -> Config:
     return Config(
         kernel=shape.kernel,
@@ -369,8 +378,7 @@ def _config(shape: Shape, splits: int, split_keys: int, case: Case, card: Card) 
         num_warps=shape.num_warps,
         align=min(case.align, 16),
         pdl=card.arch >= 90,
-        # channels of a thread: more splits in its registers, fewer channels
-        merge_warps=2 if splits <= 32 else 4,
+        merge_warps=merge_warps(1 if case.deterministic else case.T, case.H, splits),
         convert=card.arch >= 89,
     )
 
