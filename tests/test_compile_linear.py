@@ -142,23 +142,26 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
 
 
 @pytest.mark.parametrize(("gated", "config", "case"), [(*key[::2], case) for key, case in STREAMS.items()])
-def test_streams_stay_in_registers(compiler, gated, config, case):
+def test_streams_keep_their_loop(compiler, gated, config, case):
     compiled, sass = compiler.submit(build_stream, gated, case, config).result()
     stage = config.w13 if gated else config.w2
     # what a thread keeps for the whole launch, or while the shared expert's tokens change, may lie in memory
-    assert compiled.local <= 80
-    assert stage.per_sm * compiled.shared <= SHARED_LIMIT[90]
+    assert compiled.local <= 112
+    # an SM has 1 KB more than a block may use, and keeps as much of each
+    assert stage.per_sm * (compiled.shared + 1024) <= SHARED_LIMIT[90] + 1024
     assert stage.per_sm * compiled.registers * 32 * stage.slices * stage.warps <= 65536
     steps = ["\n".join(loop) for loop in innermost_loops(sass) if any("HMMA" in line for line in loop)]
     # the shared expert's codes become float16 by the card's own instruction
     (fp8,) = [loop for loop in steps if re.search(r"F2FP\.F16\.E4M3", loop)]
     (fp4,) = [loop for loop in steps if loop != fp8]
-    assert all("LDG.E.128" in loop and "LDS.128" in loop for loop in steps)
+    assert "LDG.E.128" in fp8 and "LDS.128" in fp8
     # of a step of 128 codes a lane: 17 instructions for each 8, two of mma.sync for each 16, and little else
-    assert not re.search(r"LDL|STL|SHFL|STS", fp4)
-    # the tokens' arrival: the compiler waits for it in every turn
-    assert fp4.count("BAR.SYNC") <= 1
+    assert not re.search(r"LDL|STL|SHFL|\bSTS|LDG\.", fp4)
     assert fp4.count("\n") <= 385 * stage.depth
+    # codes go to shared memory 16 bytes a lane, and a row's scales as a word; each step waits once for its own
+    assert fp4.count("LDGSTS.E.BYPASS.128") == 4 * stage.depth and len(re.findall(r"LDGSTS\.E ", fp4)) == 2 * stage.depth
+    assert fp4.count("BAR.SYNC") == stage.depth
+    assert re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.ptx).count(str(stage.depth - 2)) >= stage.depth
 
 
 def innermost_loops(sass: str) -> list[list[str]]:

@@ -74,16 +74,19 @@ def test_kinds(kind, shared, T, E, k, C, I, shared_I):
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="the streaming kernels are for sm_90")
-@pytest.mark.parametrize("stage", [Stage(4, 2), Stage(2, 2), Stage(1, 4, 4), Stage(2, 4, 1)])
+@pytest.mark.parametrize("stage", [Stage(4, 2), Stage(2, 2, 2), Stage(1, 4, 8), Stage(2, 4)])
 def test_streams_in_every_form(stage):
-    """The same sums, whatever part of the rows and columns a warp has; more tokens of an expert than a tile takes."""
+    """The same sums, whatever part of the rows and columns a warp has; more tokens of an expert than a tile takes.
+
+    With four slices of 1024 columns, the ring has the steps of two tiles.
+    """
     w = random_experts(12, 1024, 1024, 512, first=3, device="cuda")
     x, (ids, weights) = inputs(40, 1024), random_routes(40, 20, 6, device="cuda")
     want = moe_ref(x.double(), ids, weights.double(), w, LIMIT)
     stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
-    for shared_t in (8, 16):
+    for block_t, shared_t in ((4, 8), (2, 16), (8, 16)):
         out = torch.full_like(x, float("nan"))
-        moe_stream.launch(x, ids, weights, *stored, 3, LIMIT, out, Stream(stage, stage, shared_t=shared_t))
+        moe_stream.launch(x, ids, weights, *stored, 3, LIMIT, out, Stream(stage, stage, block_t=block_t, shared_t=shared_t))
         assert rel_err(out, want) < MAX_ERR
         assert worst_row_err(out, want) < MAX_ROW_ERR
 

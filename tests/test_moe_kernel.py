@@ -158,11 +158,18 @@ def test_streams_where_their_tiles_divide_the_experts():
     for T in (1, 16, 64, 128):
         for E, C, I, shared_I in ((256, 4096, 2048, 2048), (256, 4096, 256, 256), (80, 7168, 3072, 3072), (64, 256, 128, 384)):
             config = plan_stream(Case(T, 6, E, C, I, shared_I), h200)
-            assert config.block_t == 8 and config.shared_t == (8 if T <= 8 else 16)
-            for stage, each, columns, rows in ((config.w13, 1, (C,), (I, shared_I)), (config.w2, 2, (I, shared_I), (C,))):
+            assert config.block_t == 4 and config.shared_t == (8 if T <= 8 else 16)
+            for stage, each, columns, rows in ((config.w13, 1, (C, C), (I, shared_I)), (config.w2, 2, (I, shared_I), (C,))):
                 assert stage.slices * stage.warps in (2, 4)
-                assert all(K % (128 * stage.slices * stage.depth) == 0 for K in columns)
+                assert all(K % (128 * stage.slices) == 0 for K in columns)
+                # a step's place in the ring is a constant
+                steps = columns[0] // (128 * stage.slices)
+                assert stage.depth >= 2 and (steps % stage.depth == 0 or stage.depth % steps == 0)
+                # slices have steps of their own to be slices of
+                assert stage.slices == 1 or steps > 1
                 assert all(count % (16 * each * stage.warps) == 0 for count in rows)
+    # more tokens of an expert than four, most of the time
+    assert plan_stream(Case(256, 6, 256, 4096, 256, 256), h200).block_t == 8
     # rows of their own for the warps where every program has several tiles, else slices
     assert plan_stream(Case(64, 6, 256, 4096, 2048, 2048), h200).w13.slices == 1
     assert plan_stream(Case(4, 6, 256, 4096, 2048, 2048), h200).w13.slices == 4

@@ -1,6 +1,6 @@
 """Which launches the experts take: pure functions of the case and the card, importable without Triton or a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from deepdecode.cards import Card
@@ -90,30 +90,31 @@ def plan(case: Case, card: Card) -> Config:
 
 @dataclass(frozen=True)
 class Stage:
-    """A launch of the streaming kernel: what a program's warps share, slices of K times 16 * warps rows; steps under way
-    ahead (of the shared expert's weights: shared_depth); programs of an SM, which stay; registers of a thread.
+    """A launch of the streaming kernel: what a program's warps share, slices of K times 16 * warps rows; steps that a ring in
+    shared memory holds (that registers hold, of the shared expert's weights: shared_depth); programs of an SM, which stay;
+    registers of a thread.
     """
 
     slices: int
     warps: int
-    depth: int = 2
+    depth: int = 4
     shared_depth: int = 1
-    per_sm: int = 2
-    registers: int = 128
+    per_sm: int = 3
+    registers: int = 168
 
 
 @dataclass(frozen=True)
 class Stream:
-    """block_t pairs of an expert, 8, or shared_t tokens of the shared one, 8 or 16, at a time.
+    """block_t pairs of an expert, 2, 4 or 8, or shared_t tokens of the shared one, 8 or 16, at a time.
 
     cost: of a tile of the shared expert, where one of a routed expert is 1.
     """
 
     w13: Stage
     w2: Stage
-    block_t: int = 8
+    block_t: int = 4
     shared_t: int = 8
-    cost: int = 2
+    cost: int = 4
     pdl: bool = True
 
 
@@ -121,27 +122,38 @@ class Stream:
 def plan_stream(case: Case, card: Card) -> Stream | None:
     """The launches of the streaming kernels; None where they do not cover the case or are not known to be faster.
 
-    Measured on an H200, Triton 3.6, with other routes in each call. Where each program has many tiles, warps with rows of their
-    own are best (1103 us against 1224 with four slices of K, T = 64, whole experts); where it has few, slices make finer ones
-    (128 us against 133 at T = 32 of 32 experts, 113 against 124 with an eighth of 256).
+    Measured on an H200, Triton 3.6, with other routes in each call, an eighth of 256 experts at 16 / 32 tokens and 32 of 256
+    whole: 63 / 95 and 73 / 108 us, where steps ahead in registers, and all of 8 tokens in shared memory, took 79 / 122 and
+    98 / 151. Whole experts take rows of their own for each warp where a program has many tiles, and slices where it has few.
     """
     if case.weight != "fp4" or case.shared != "fp8" or card.arch != 90 or case.T * case.top_k > 16 * case.E:
         return None
-    slices, rows = Stage(4, 1, per_sm=3), Stage(1, 4, per_sm=3)
+    slices, rows, small = Stage(4, 1), Stage(1, 4), Stage(1, 2)
     tiles = min(case.T * case.top_k, case.E) * case.I // 64
     w13 = (rows, slices) if tiles >= 6 * rows.per_sm * card.sms else (slices, rows)
     widths = (case.I, case.shared_I)
-    first = _fitting((*w13, Stage(1, 2, 1, per_sm=4)), (case.C,), widths, 1)
-    second = _fitting((Stage(2, 2, per_sm=4), Stage(1, 4, per_sm=4), Stage(1, 2, 1, per_sm=4)), widths, (case.C,), 2)
+    first = _fitting((*w13, small), case.C, case.C, widths, 1)
+    second = _fitting(
+        (Stage(2, 2, per_sm=4, registers=128), replace(rows, per_sm=4, registers=128), small), *widths, (case.C,), 2
+    )
     if first is None or second is None:
         return None
-    return Stream(first, second, shared_t=8 if case.T <= 8 else 16)
+    if case.T > 128:
+        # most experts have more than four tokens; twice as many in shared memory leave room for fewer programs
+        return Stream(replace(first, per_sm=2), replace(second, per_sm=3), block_t=8, shared_t=16)
+    return Stream(first, second, shared_t=8 if case.T <= 8 else 16, cost=3 if case.T <= 8 else 4)
 
 
-def _fitting(stages: tuple[Stage, ...], columns: tuple[int, ...], rows: tuple[int, ...], each: int) -> Stage | None:
-    """The first launch whose steps divide so many columns, and its tiles, each * 16 * warps rows, so many rows."""
-    for stage in stages:
-        step = 128 * stage.slices * max(stage.depth, stage.shared_depth)
-        if not any(K % step for K in columns) and not any(count % (16 * each * stage.warps) for count in rows):
-            return stage
+def _fitting(stages: tuple[Stage, ...], K: int, shared_K: int, rows: tuple[int, ...], each: int) -> Stage | None:
+    """The first launch whose steps divide the columns, and its tiles, each * 16 * warps rows, so many rows.
+
+    A step's place in the ring is a constant: the steps of a tile are a multiple of the places, or divide them.
+    """
+    for form in stages:
+        for depth in (form.depth, 3, 2):
+            steps = K // (128 * form.slices)
+            if K % (128 * form.slices) or shared_K % (128 * form.slices * form.shared_depth) or steps < min(2, form.slices):
+                continue
+            if max(steps, depth) % min(steps, depth) == 0 and not any(count % (16 * each * form.warps) for count in rows):
+                return replace(form, depth=depth)
     return None

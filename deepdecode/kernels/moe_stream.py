@@ -1,10 +1,10 @@
 """FP4 experts and their FP8 shared one, streamed from memory into the registers that mma.sync takes: Gluon, two launches.
 
-A lane loads 16 bytes of a row, one block of 32 codes under one scale, DEPTH steps ahead. A word of 8 codes is what mma.sync
-takes of a lane in two instructions: a product does not ask for the order of its columns, only for the same on both sides, and
-the tokens are stored to shared memory in that order, once. So weights pass through no shared memory. 8 codes cost 17
-instructions: two copies of a pair's bits come to their places by one multiplication, and one with the block's scale makes
-bfloat16 of it, exactly.
+A lane copies 16 bytes of a row, one block of 32 codes under one scale, to shared memory, DEPTH - 1 steps ahead, and reads the
+same bytes again as registers of mma.sync: a product does not ask for the order of its columns, only for the same on both sides,
+and the tokens are stored to shared memory in that order, once. 8 codes cost 17 instructions: two copies of a pair's bits come
+to their places by one multiplication, and one with the block's scale makes bfloat16 of it, exactly. The shared expert's codes
+come to registers, SHARED_DEPTH steps ahead.
 
 `experts_kernel` with GATED gives h = silu(gate) * up * routing weight of every (token, expert) pair, without it the pair's
 output in float32; `kernels.moe.combine` sums those. Its programs stay on the card: each finds the experts that any token
@@ -16,15 +16,14 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from deepdecode.kernels.attention_sm90_rows import grid_wait, launch_dependents, view
 from deepdecode.kernels.moe import combine
+from deepdecode.kernels.moe_codes import UNIT, fp4_operand, fp8_operand
 from deepdecode.kernels.moe_plan import Case, Stage, Stream
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-# scales are taken 2**32 too small, so that those from 2**-100 to 2**33 stay in bfloat16's range; larger ones show as NaN
-UNIT = gl.constexpr(2.0**32)
 
 
 def _words(slices, warps, per_lane):
@@ -36,15 +35,32 @@ def _words(slices, warps, per_lane):
     return gl.DistributedLinearLayout([*words, [0, 8, 0]], lanes, rows + parts, [], [slices, 16 * warps, 4 * per_lane])
 
 
-def _tokens_of_a_warp(slices, warps, tokens):
-    """[slices, tokens, 128]: as mma.sync takes tokens, 8 columns of a lane in a row; warps of other rows have the same."""
-    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32], [0, 0, 64]]
-    registers += [[0, 8 << n, 0] for n in range((tokens // 8).bit_length() - 1)]
-    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+def _scales_of_a_copy(slices, warps):
+    """[slices, 16 * warps, 1]: a row's four scales of 128 columns, as a word, in one lane (of the 32, 16 have the same)."""
+    rows = [[0, 16 << n, 0] for n in range(warps.bit_length() - 1)]
     parts = [[1 << n, 0, 0] for n in range(slices.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        registers, lanes, [[0, 0, 0]] * (warps.bit_length() - 1) + parts, [], [slices, tokens, 128]
+        [], [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 0]], rows + parts, [], [slices, 16 * warps, 1]
     )
+
+
+def _tokens_of_a_warp(slices, warps, tokens, columns):
+    """[slices, columns / tokens, tokens, 128]: as mma.sync takes tokens, 8 columns of K of a lane in a row.
+
+    Warps of other rows have the same; so have lanes of other columns, where there are fewer tokens than the 8 of a product.
+    """
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 32], [0, 0, 0, 64]]
+    registers += [[0, 0, 8 << n, 0] for n in range((tokens // 8).bit_length() - 1)]
+    held = min(tokens, 8).bit_length() - 1
+    lanes = [
+        [0, 0, 0, 8],
+        [0, 0, 0, 16],
+        *([0, 0, 1 << n, 0] for n in range(held)),
+        *([0, 1 << n, 0, 0] for n in range(3 - held)),
+    ]
+    parts = [[1 << n, 0, 0, 0] for n in range(slices.bit_length() - 1)]
+    same = [[0, 0, 0, 0]] * (warps.bit_length() - 1)
+    return gl.DistributedLinearLayout(registers, lanes, same + parts, [], [slices, columns // tokens, tokens, 128])
 
 
 def _columns(K, tokens, values):
@@ -55,107 +71,9 @@ def _columns(K, tokens, values):
 _piece = gluon.constexpr_function(_columns)
 _tokens_layout = gluon.constexpr_function(_tokens_of_a_warp)
 _words_layout = gluon.constexpr_function(_words)
+_scales_layout = gluon.constexpr_function(_scales_of_a_copy)
 # no pair has this number
 NONE = gl.constexpr(2**31 - 1)
-
-
-@gluon.jit
-def _fp4(words, factors):
-    """int32 of 8 E2M1 codes times bfloat16 factors (in both halves) -> the pairs (code j, code 4 + j), j = 0 .. 3.
-
-    Takes the words of even and of odd column: results 0 .. 3 are the even word's pairs in the places of both words, 4 .. 7 the
-    odd one's. Placed bits read 2**-126 times the value.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, u, n;
-        mov.b32 n, 0x80008000;
-        shr.u32 u, $8, 8;
-        and.b32 a, $8, 0x000f000f;
-        and.b32 b, $8, 0x00f000f0;
-        and.b32 c, u, 0x000f000f;
-        and.b32 d, u, 0x00f000f0;
-        mul.lo.u32 a, a, 0x1040;
-        mul.lo.u32 b, b, 0x104;
-        mul.lo.u32 c, c, 0x1040;
-        mul.lo.u32 d, d, 0x104;
-        and.b32 a, a, 0x81c081c0;
-        and.b32 b, b, 0x81c081c0;
-        and.b32 c, c, 0x81c081c0;
-        and.b32 d, d, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, $10, n;
-        fma.rn.bf16x2 $1, b, $10, n;
-        fma.rn.bf16x2 $2, c, $10, n;
-        fma.rn.bf16x2 $3, d, $10, n;
-        shr.u32 u, $9, 8;
-        and.b32 a, $9, 0x000f000f;
-        and.b32 b, $9, 0x00f000f0;
-        and.b32 c, u, 0x000f000f;
-        and.b32 d, u, 0x00f000f0;
-        mul.lo.u32 a, a, 0x1040;
-        mul.lo.u32 b, b, 0x104;
-        mul.lo.u32 c, c, 0x1040;
-        mul.lo.u32 d, d, 0x104;
-        and.b32 a, a, 0x81c081c0;
-        and.b32 b, b, 0x81c081c0;
-        and.b32 c, c, 0x81c081c0;
-        and.b32 d, d, 0x81c081c0;
-        fma.rn.bf16x2 $4, a, $11, n;
-        fma.rn.bf16x2 $5, b, $11, n;
-        fma.rn.bf16x2 $6, c, $11, n;
-        fma.rn.bf16x2 $7, d, $11, n;
-        }""",
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
-        [words, factors],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _fp8(words):
-    """int32 of 4 E4M3 codes -> float16 pairs (0, 1) and (2, 3), of the even word and then of the odd one."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 a, b, c, d;
-        mov.b32 {a, b}, $4;
-        mov.b32 {c, d}, $5;
-        cvt.rn.f16x2.e4m3x2 $0, a;
-        cvt.rn.f16x2.e4m3x2 $1, b;
-        cvt.rn.f16x2.e4m3x2 $2, c;
-        cvt.rn.f16x2.e4m3x2 $3, d;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r",
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _fp4_operand(words, scale, S: gl.constexpr, M: gl.constexpr):
-    """int32 [S, M, 16] and uint8 [S, M, 4] -> bfloat16 [S, M, 128], columns (word of a block, pair of codes, block, half)."""
-    words = gl.reshape(words, (S, M, 4, 4))
-    # one more than 2**-32 times the scale has in its exponent's field: placed bits read 2**-126 times the value
-    factor = gl.minimum((scale.to(gl.int32) << 7) + ((127 - 1 - 32) << 7), 0x7FC0) * 0x10001
-    factor = gl.convert_layout(factor, gl.SliceLayout(3, words.type.layout), assert_trivial=True)
-    factor = gl.expand_dims(factor, 3) + gl.zeros_like(words)
-    a, b, c, d, e, f, g, h = _fp4(words, factor)
-    even = gl.join(gl.join(a, c), gl.join(b, d))
-    odd = gl.join(gl.join(e, g), gl.join(f, h))
-    # [row, block, pair of words, half of a word, pair of codes (2), word of the pair]
-    values = gl.reshape(gl.join(even, odd), (S, M, 4, 2, 2, 2, 2, 2))
-    return gl.reshape(gl.permute(values, (0, 1, 3, 7, 5, 6, 2, 4)), (S, M, 128))
-
-
-@gluon.jit
-def _fp8_operand(words, S: gl.constexpr, M: gl.constexpr):
-    """int32 [S, M, 32] -> float16 [S, M, 128], columns (8 codes of a block of 32, pair of codes, block, half)."""
-    a, b, c, d = _fp8(gl.reshape(words, (S, M, 4, 8)))
-    values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (S, M, 4, 4, 2, 2, 2))
-    return gl.reshape(gl.permute(values, (0, 1, 3, 5, 6, 2, 4)), (S, M, 128))
 
 
 @gluon.jit
@@ -184,9 +102,10 @@ def _living(ids_ptr, pairs, first, E, BINS: gl.constexpr, CHUNK: gl.constexpr, W
 
 @gluon.jit
 def _search(
-    ids_ptr, expert, after, pairs, first, E, CHUNK: gl.constexpr, NT: gl.constexpr, IDS: gl.constexpr, TOKENS: gl.constexpr
-):
-    """The next NT pairs of an expert after one of them, in their order [NT], and how many there are left."""
+    ids_ptr, expert, after, pairs, first, E, CHUNK: gl.constexpr, HELD: gl.constexpr, NT: gl.constexpr, IDS: gl.constexpr,
+    TOKENS: gl.constexpr
+):  # fmt: skip
+    """The next HELD pairs of an expert after one of them, in their order, as the first of [NT]; and how many there are left."""
     wanted = gl.arange(0, NT, layout=TOKENS)
     found = gl.zeros([NT], gl.int32, layout=TOKENS)
     count = 0
@@ -196,7 +115,7 @@ def _search(
         # pairs of an expert are few: one after the other is faster than all at once
         left = gl.where(same, pair, NONE)
         here = gl.sum(same.to(gl.int32), 0)
-        for n in range(count, min(NT, count + here)):
+        for n in range(count, min(HELD, count + here)):
             lowest = gl.min(left, 0)
             left = gl.where(left == lowest, NONE, left)
             found = gl.where(wanted == n, lowest, found)
@@ -205,36 +124,32 @@ def _search(
 
 
 @gluon.jit
-def _load(w_ptr, scale_ptr, row, step, steps, K: gl.constexpr, FP4: gl.constexpr, S: gl.constexpr, M: gl.constexpr,
-          RAW: gl.constexpr, SCALES: gl.constexpr):  # fmt: skip
-    """A step's words of rows row .. row + M - 1, S pieces of 128 columns, and their scales; nothing past the end is read."""
-    WORDS: gl.constexpr = 16 if FP4 else 32
-    J: gl.constexpr = K // (128 * S)
+def _load(w_ptr, scale_ptr, row, step, steps, K: gl.constexpr, S: gl.constexpr, M: gl.constexpr, RAW: gl.constexpr,
+          SCALES: gl.constexpr):  # fmt: skip
+    """FP8 words of a step's rows row .. row + M - 1, S pieces of 128 columns, and their scales; none past the end."""
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW)))[:, None, None]
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW)))[None, :, None]
-    k = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, RAW)))[None, None, :]
-    piece = step % J * S
-    start = w_ptr + row.to(gl.int64) * (K // 128 * WORDS) + piece * WORDS
-    words = gl.load(start + (m * (K // 128 * WORDS) + s * WORDS + k), mask=step + 0 * (m + s + k) < steps)
+    k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, RAW)))[None, None, :]
+    piece = step % (K // (128 * S)) * S
+    start = w_ptr + row.to(gl.int64) * (K // 4) + piece * 32
+    words = gl.load(start + (m * (K // 4) + s * 32 + k), mask=step + 0 * (m + s + k) < steps)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
-    k = gl.arange(0, 4 if FP4 else 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
-    if FP4:
-        start = scale_ptr + row.to(gl.int64) * (K // 32) + piece * 4
-        scale = gl.load(start + (m * (K // 32) + s * 4 + k), mask=step + 0 * (m + s + k) < steps)
-    else:
-        start = scale_ptr + (row // 128).to(gl.int64) * (K // 128) + piece
-        scale = gl.load(start + (s + 0 * (m + k)), mask=step + 0 * (m + s + k) < steps)
+    k = gl.arange(0, 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
+    start = scale_ptr + (row // 128).to(gl.int64) * (K // 128) + piece
+    scale = gl.load(start + (s + 0 * (m + k)), mask=step + 0 * (m + s + k) < steps)
     return words, scale
 
 
 @gluon.jit
-def _tokens(tile, S: gl.constexpr, NT: gl.constexpr, WM: gl.constexpr, MMA: gl.constexpr):
-    """The other operand [S, 128, NT], in one load of 16 bytes for two instructions."""
-    STORED: gl.constexpr = _tokens_layout(S, WM, NT)
+def _tokens(tile, S: gl.constexpr, HELD: gl.constexpr, NT: gl.constexpr, WM: gl.constexpr, MMA: gl.constexpr):
+    """The other operand [S, 128, NT] of HELD tokens, in one load of 16 bytes for two instructions."""
+    STORED: gl.constexpr = _tokens_layout(S, WM, HELD, NT)
     B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=2)
+    x = gl.expand_dims(tile.load(gl.SliceLayout(1, STORED)), 1)
+    _, x = gl.broadcast(gl.zeros([S, NT // HELD, HELD, 128], x.dtype, layout=STORED), x)
     # [token, 8 codes of a block, block, pair of codes (2), half of a pair]
-    x = gl.reshape(tile.load(STORED), (S, NT, 4, 4, 2, 2, 2))
+    x = gl.reshape(x, (S, NT, 4, 4, 2, 2, 2))
     x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 3, 6, 1)), (S, 128, NT))
     return gl.convert_layout(x, B, assert_trivial=True)
 
@@ -243,10 +158,10 @@ def _tokens(tile, S: gl.constexpr, NT: gl.constexpr, WM: gl.constexpr, MMA: gl.c
 def _multiply(acc, words, scale, x, FP4: gl.constexpr, S: gl.constexpr, M: gl.constexpr, NT: gl.constexpr, MMA: gl.constexpr):
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     if FP4:
-        return mma_v2(gl.convert_layout(_fp4_operand(words, scale, S, M), A, assert_trivial=True), x, acc)
+        return mma_v2(gl.convert_layout(fp4_operand(words, scale, S, M), A, assert_trivial=True), x, acc)
     else:  # noqa: RET505
         part = gl.zeros([S, M, NT], gl.float32, layout=MMA)
-        part = mma_v2(gl.convert_layout(_fp8_operand(words, S, M), A, assert_trivial=True), x, part)
+        part = mma_v2(gl.convert_layout(fp8_operand(words, S, M), A, assert_trivial=True), x, part)
         byte = scale.to(gl.int32)
         factor = gl.where(byte == 255, 0x7FC00000, gl.where(byte == 0, 0x400000, byte << 23)).to(gl.float32, bitcast=True)
         return acc + part * gl.convert_layout(factor, MMA, assert_trivial=False)
@@ -272,8 +187,19 @@ def _store_tokens(memory, start, live, unit, first, PIECE: gl.constexpr, KC: gl.
     TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
     tiles = view(memory, gl.bfloat16 if FP4 else gl.float16, [PIECE // KC, KC // 128, NT, 128], TILE)
     k = gl.arange(0, KC, layout=gl.SliceLayout(0, LOADED))
-    for part in gl.static_range(PIECE // KC):
-        x = gl.load(start[:, None] + (first + part * KC + k)[None, :], mask=live[:, None], other=0.0)
+    PARTS: gl.constexpr = PIECE // KC
+    # parts under way beside the one that is stored, 64 registers at most: the compiler waits between the stores of two
+    AHEAD: gl.constexpr = min(PARTS, 1 if FP4 else 2)
+    parts = ()
+    for part in gl.static_range(AHEAD):
+        more = (gl.load(start[:, None] + (first + part * KC + k)[None, :], mask=live[:, None], other=0.0),)
+        parts = parts + more
+    for part in gl.static_range(PARTS):
+        x = parts[0]
+        parts = parts[1:]
+        if part + AHEAD < PARTS:
+            more = (gl.load(start[:, None] + (first + (part + AHEAD) * KC + k)[None, :], mask=live[:, None], other=0.0),)
+            parts = parts + more
         if FP4:
             x = gl.permute(gl.reshape(x, (NT, KC // 128, 4, 4, 2, 4)), (1, 0, 3, 2, 5, 4))
         else:
@@ -292,89 +218,172 @@ def _swiglu(gate, up, limit):
 
 
 @gluon.jit
-def _step(w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
-          S: gl.constexpr, WM: gl.constexpr):  # fmt: skip
-    """What one step takes of the two halves of a tile."""
+def _step(w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, S: gl.constexpr,
+          WM: gl.constexpr):  # fmt: skip
+    """What one step takes of the two halves of a tile of FP8 codes."""
     M: gl.constexpr = 16 * WM
-    RAW: gl.constexpr = _words_layout(S, WM, 4 if FP4 else 8)
+    RAW: gl.constexpr = _words_layout(S, WM, 8)
     SCALES: gl.constexpr = _words_layout(S, WM, 1)
     row = base + step // (K // (128 * S)) * (M if GATED else 2 * M)
-    words_a, scale_a = _load(w_ptr, scale_ptr, row, step, steps, K, FP4, S, M, RAW, SCALES)
-    words_b, scale_b = _load(w_ptr, scale_ptr, row + (OUT if GATED else M), step, steps, K, FP4, S, M, RAW, SCALES)
+    words_a, scale_a = _load(w_ptr, scale_ptr, row, step, steps, K, S, M, RAW, SCALES)
+    words_b, scale_b = _load(w_ptr, scale_ptr, row + (OUT if GATED else M), step, steps, K, S, M, RAW, SCALES)
     return words_a, scale_a, words_b, scale_b
+
+
+@gluon.jit
+def _places(DEPTH: gl.constexpr, S: gl.constexpr, WM: gl.constexpr):
+    """Shared memory for DEPTH steps of FP4 codes and scales of the two halves of a tile, as words.
+
+    Each is an allocation of its own: of one, the compiler would wait between what goes to a step's part and what comes from
+    another's.
+    """
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+    places = ()
+    for _ in gl.static_range(DEPTH):
+        words_a = gl.allocate_shared_memory(gl.int32, [S, 16 * WM, 16], PLAIN)
+        scale_a = gl.allocate_shared_memory(gl.int32, [S, 16 * WM, 1], PLAIN)
+        words_b = gl.allocate_shared_memory(gl.int32, [S, 16 * WM, 16], PLAIN)
+        scale_b = gl.allocate_shared_memory(gl.int32, [S, 16 * WM, 1], PLAIN)
+        more = (((words_a, scale_a), (words_b, scale_b)),)
+        places = places + more
+    return places
+
+
+@gluon.jit
+def _copy(place, w_ptr, scale_ptr, base, step, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, S: gl.constexpr,
+          WM: gl.constexpr):  # fmt: skip
+    """Start the copies of a step to its place, as one group; nothing past the end is read."""
+    M: gl.constexpr = 16 * WM
+    J: gl.constexpr = K // (128 * S)
+    RAW: gl.constexpr = _words_layout(S, WM, 4)
+    FOUR: gl.constexpr = _scales_layout(S, WM)
+    piece = step % J * S
+    for half in gl.static_range(2):
+        row = (base + step // J * (M if GATED else 2 * M) + half * (OUT if GATED else M)).to(gl.int64)
+        s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, RAW)))[:, None, None]
+        m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, RAW)))[None, :, None]
+        k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, RAW)))[None, None, :]
+        words = w_ptr + row * (K // 8) + piece * 16 + (m * (K // 8) + s * 16 + k)
+        async_copy.async_copy_global_to_shared(place[half][0], words, mask=step + 0 * (m + s + k) < steps)
+        s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, FOUR)))[:, None, None]
+        m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, FOUR)))[None, :, None]
+        scales = scale_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + row * (K // 128) + piece + (m * (K // 128) + s)
+        async_copy.async_copy_global_to_shared(place[half][1], scales, mask=step + 0 * (m + s) < steps)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _arrived(part, S: gl.constexpr, WM: gl.constexpr):
+    """Words and scales of half a tile."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+    scale = view(part[1], gl.uint8, [S, 16 * WM, 4], PLAIN).load(_words_layout(S, WM, 1))
+    return part[0].load(_words_layout(S, WM, 4)), scale
 
 
 @gluon.jit
 def _ahead(w_ptr, scale_ptr, base, steps, K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr,
            S: gl.constexpr, WM: gl.constexpr, DEPTH: gl.constexpr):  # fmt: skip
-    """The first DEPTH steps."""
-    buffers = ()
-    for d in gl.static_range(DEPTH):
-        more = (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, FP4, S, WM),)
-        buffers = buffers + more
+    """What is under way before the first step: DEPTH - 1 steps of FP4 codes to their places, or DEPTH of FP8 ones."""
+    if FP4:
+        buffers = _places(DEPTH, S, WM)
+        for d in gl.static_range(DEPTH - 1):
+            _copy(buffers[d], w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, S, WM)
+    else:
+        buffers = ()
+        for d in gl.static_range(DEPTH):
+            more = (_step(w_ptr, scale_ptr, base, d, steps, K, OUT, GATED, S, WM),)
+            buffers = buffers + more
     return buffers
 
 
 @gluon.jit
 def _tiles(
     buffers, in_ptr, in_row, live, weight, w_ptr, scale_ptr, out_ptr, out_row, limit, base, tiles,
-    K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, NT: gl.constexpr, S: gl.constexpr,
-    WM: gl.constexpr, DEPTH: gl.constexpr, VALUES: gl.constexpr,
+    K: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, FP4: gl.constexpr, HELD: gl.constexpr, NT: gl.constexpr,
+    S: gl.constexpr, WM: gl.constexpr, DEPTH: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Some tiles of an expert's rows for NT tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
+    """Some tiles of an expert's rows for HELD tokens. Rows of a tile: M of the gate and M of up, or M and the next M."""
     M: gl.constexpr = 16 * WM
     J: gl.constexpr = K // (128 * S)
-    PIECE: gl.constexpr = _piece(K, NT, VALUES)
+    PIECE: gl.constexpr = _piece(K, HELD, VALUES)
     PIECE_STEPS: gl.constexpr = PIECE // (128 * S)
-    gl.static_assert(K % PIECE == 0 and J % DEPTH == 0, "the steps must divide the columns")
+    # steps and tiles of a turn of the loop, so that a step's place in the ring is a constant
+    STEPS: gl.constexpr = min(DEPTH, J)
+    TURN: gl.constexpr = DEPTH // STEPS
+    gl.static_assert(K % PIECE == 0 and J % STEPS == 0 and DEPTH % STEPS == 0, "the steps must divide the columns")
+    gl.static_assert(DEPTH > 1 if FP4 else TURN == 1, "a ring has two places or more; registers hold steps of one tile")
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, WM, 1], instr_shape=[1, 16, 8])
     SUM: gl.constexpr = gl.SliceLayout(0, MMA)
     TILE: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 4, order=[2, 1, 0])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S * WM, 1], [1, 0])
     # 64 values a thread at a time, or 32
-    KC: gl.constexpr = min(PIECE, (2048 if FP4 else 1024) * S * WM // NT)
+    KC: gl.constexpr = min(PIECE, (2048 if FP4 else 1024) * S * WM // HELD)
     gl.static_assert(PIECE_STEPS > 0 and KC >= 128, "so many tokens at a time need a program of more warps or fewer slices")
-    memory = gl.allocate_shared_memory(gl.bfloat16 if FP4 else gl.float16, [PIECE_STEPS, S, NT, 128], TILE)
-    start = in_ptr + gl.convert_layout(in_row, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
-    started = gl.convert_layout(live, gl.SliceLayout(1, LOADED))
+    memory = gl.allocate_shared_memory(gl.bfloat16 if FP4 else gl.float16, [PIECE_STEPS, S, HELD, 128], TILE)
+    # of NT columns the first HELD are tokens
+    rows = gl.max(gl.reshape(gl.where(live, in_row, 0), (NT // HELD, HELD)), 0)
+    start = in_ptr + gl.convert_layout(rows, gl.SliceLayout(1, LOADED)).to(gl.int64) * K
+    started = gl.max(gl.reshape(live.to(gl.int32), (NT // HELD, HELD)), 0)
+    started = gl.convert_layout(started, gl.SliceLayout(1, LOADED)) > 0
     # FP8 codes are multiplied as float16, so tokens are counted in a unit that float16 holds
-    unit = started if FP4 else _unit(start, started, K, KC, LOADED)
+    unit = started if FP4 else _unit(start, started, K, min(PIECE, 4 * KC), LOADED)
     if PIECE == K:
-        _store_tokens(memory, start, started, unit, 0, K, KC, FP4, NT, LOADED)
+        _store_tokens(memory, start, started, unit, 0, K, KC, FP4, HELD, LOADED)
     n = gl.convert_layout(out_row, gl.SliceLayout(0, SUM))
     n_live = gl.convert_layout(live, gl.SliceLayout(0, SUM))
     if GATED:
         n_weight = gl.convert_layout(weight, gl.SliceLayout(0, SUM))
     m = gl.arange(0, M, layout=gl.SliceLayout(1, SUM))
     at = out_ptr + (n.to(gl.int64) * OUT)[None, :] + m[:, None]
-    for turn in range(tiles):
-        acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
-        acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
-        for step in range(0, J, DEPTH):
-            for d in gl.static_range(DEPTH):
-                if PIECE < K:  # noqa: SIM102 (a constant, and a condition of the card's)
-                    if (step + d) % PIECE_STEPS == 0:
-                        _store_tokens(memory, start, started, unit, (step + d) * (128 * S), PIECE, KC, FP4, NT, LOADED)
-                x = _tokens(memory.index((step + d) % PIECE_STEPS), S, NT, WM, MMA)
-                acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
-                acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
-                ahead = turn * J + step + d + DEPTH
-                more = (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, FP4, S, WM),)
-                buffers = buffers[1:] + more
-        sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
-        if FP4:
-            sum_a, sum_b = sum_a * UNIT, sum_b * UNIT
-        else:
-            undo = gl.where(unit > 0x7F000000, unit, gl.maximum((254 << 23) - unit, 0x400000))
-            undo = gl.convert_layout(undo.to(gl.float32, bitcast=True), gl.SliceLayout(0, SUM))[None, :]
-            sum_a, sum_b = sum_a * undo, sum_b * undo
-        place = base + turn * (M if GATED else 2 * M)
-        if GATED:
-            h = _swiglu(sum_a, sum_b, limit) * n_weight[None, :]
-            gl.store(at + place, h.to(out_ptr.dtype.element_ty), mask=n_live[None, :])
-        else:
-            gl.store(at + place, sum_a, mask=n_live[None, :])
-            gl.store(at + place + M, sum_b, mask=n_live[None, :])
+    for turn in range(0, tiles, TURN):
+        for t in gl.static_range(TURN):
+            tile = turn + t
+            acc_a = gl.zeros([S, M, NT], gl.float32, layout=MMA)
+            acc_b = gl.zeros([S, M, NT], gl.float32, layout=MMA)
+            for step in range(0, J, STEPS):
+                for d in gl.static_range(STEPS):
+                    if PIECE < K:  # noqa: SIM102 (a constant, and a condition of the card's)
+                        if (step + d) % PIECE_STEPS == 0:
+                            _store_tokens(
+                                memory, start, started, unit, (step + d) * (128 * S), PIECE, KC, FP4, HELD, LOADED
+                            )  # fmt: skip
+                    if FP4:
+                        # the step's own copies are there, and what was in the place of the step before it has been read
+                        async_copy.wait_group(DEPTH - 2)
+                        ahead = tile * J + step + d + DEPTH - 1
+                        free = buffers[(t * J + d + DEPTH - 1) % DEPTH]
+                        _copy(free, w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, S, WM)
+                    x = _tokens(memory.index((step + d) % PIECE_STEPS), S, HELD, NT, WM, MMA)
+                    if FP4:
+                        words, scale = _arrived(buffers[(t * J + d) % DEPTH][0], S, WM)
+                        acc_a = _multiply(acc_a, words, scale, x, FP4, S, M, NT, MMA)
+                        words, scale = _arrived(buffers[(t * J + d) % DEPTH][1], S, WM)
+                        acc_b = _multiply(acc_b, words, scale, x, FP4, S, M, NT, MMA)
+                    else:
+                        acc_a = _multiply(acc_a, buffers[0][0], buffers[0][1], x, FP4, S, M, NT, MMA)
+                        acc_b = _multiply(acc_b, buffers[0][2], buffers[0][3], x, FP4, S, M, NT, MMA)
+                        ahead = tile * J + step + d + DEPTH
+                        more = (_step(w_ptr, scale_ptr, base, ahead, tiles * J, K, OUT, GATED, S, WM),)
+                        buffers = buffers[1:] + more
+            sum_a, sum_b = gl.sum(acc_a, 0), gl.sum(acc_b, 0)
+            if FP4:
+                sum_a, sum_b = sum_a * UNIT, sum_b * UNIT
+            else:
+                undo = gl.where(unit > 0x7F000000, unit, gl.maximum((254 << 23) - unit, 0x400000))
+                undo = gl.convert_layout(undo.to(gl.float32, bitcast=True), gl.SliceLayout(0, SUM))[None, :]
+                sum_a, sum_b = sum_a * undo, sum_b * undo
+            place = base + tile * (M if GATED else 2 * M)
+            # the last turn may have fewer tiles
+            written = n_live[None, :] if TURN == 1 else n_live[None, :] & (tile < tiles)
+            if GATED:
+                h = _swiglu(sum_a, sum_b, limit) * n_weight[None, :]
+                gl.store(at + place, h.to(out_ptr.dtype.element_ty), mask=written)
+            else:
+                gl.store(at + place, sum_a, mask=written)
+                gl.store(at + place + M, sum_b, mask=written)
+    if FP4:
+        # no copy is under way to memory that is another's next
+        async_copy.wait_group(0)
 
 
 @gluon.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
@@ -404,7 +413,7 @@ def experts_kernel(
     CHUNK: gl.constexpr,
     BINS: gl.constexpr,
     COST: gl.constexpr,
-    NT: gl.constexpr,
+    HELD: gl.constexpr,
     SHARED_NT: gl.constexpr,
     S: gl.constexpr,
     WM: gl.constexpr,
@@ -418,13 +427,15 @@ def experts_kernel(
     the ids before that: they were there when the first let it begin.
     """
     W: gl.constexpr = S * WM
+    # columns of a product, of which HELD are tokens
+    NT: gl.constexpr = 8
     ROWS: gl.constexpr = 16 * WM if GATED else 32 * WM
     J: gl.constexpr = K // (128 * S)
     SHARED_J: gl.constexpr = SHARED_K // (128 * S)
     TILES: gl.constexpr = OUT // ROWS
     SHARED_TILES: gl.constexpr = SHARED_OUT // ROWS
     # all of an expert's tokens, and of the shared one's as many columns as fit the same place
-    VALUES: gl.constexpr = max(8192, min(32768, (K & -K) * NT))
+    VALUES: gl.constexpr = max(8192, min(32768, (K & -K) * HELD))
     # every warp has all ids, all experts and all tokens
     IDS: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [W], [0])
     EXPERTS: gl.constexpr = gl.BlockedLayout([max(1, BINS // 32)], [32], [W], [0])
@@ -450,7 +461,7 @@ def experts_kernel(
         t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
         _tiles(
             buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
-            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, S, WM, SHARED_DEPTH, VALUES,
+            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, SHARED_NT, S, WM, SHARED_DEPTH, VALUES,
         )  # fmt: skip
     unit = gl.maximum(begin - shared_cost, 0)
     end -= shared_cost
@@ -467,17 +478,17 @@ def experts_kernel(
         count = 1
         while count > 0:
             buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
-            pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, NT, IDS, TOKENS)
-            live = number < count
+            pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, HELD, NT, IDS, TOKENS)
+            live = number < min(count, HELD)
             after = gl.max(pair, 0)
             if PDL and not GATED:
                 grid_wait()
             weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
             _tiles(
                 buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
-                K, OUT, GATED, True, NT, S, WM, DEPTH, VALUES,
+                K, OUT, GATED, True, HELD, NT, S, WM, DEPTH, VALUES,
             )  # fmt: skip
-            count -= NT
+            count -= HELD
         unit += tiles
 
 
@@ -487,7 +498,7 @@ def _constants(gated: bool, pairs: int, E: int, C: int, I: int, shared_I: int, c
     sizes = (C, I, C, shared_I) if gated else (I, C, shared_I, C)
     return dict(zip(("K", "OUT", "SHARED_K", "SHARED_OUT"), sizes, strict=True)) | {
         "GATED": gated, "CHUNK": 256 if pairs <= 256 else 512, "BINS": max(32, triton.next_power_of_2(E)), "COST": config.cost,
-        "NT": config.block_t, "SHARED_NT": config.shared_t, "S": stage.slices, "WM": stage.warps, "DEPTH": stage.depth,
+        "HELD": config.block_t, "SHARED_NT": config.shared_t, "S": stage.slices, "WM": stage.warps, "DEPTH": stage.depth,
         "SHARED_DEPTH": stage.shared_depth, "PDL": config.pdl,
     }  # fmt: skip
 
