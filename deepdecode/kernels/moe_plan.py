@@ -107,7 +107,7 @@ class Stage:
 class Stream:
     """block_t pairs of an expert, 2, 4 or 8, or shared_t tokens of the shared one, 8 or 16, at a time.
 
-    cost: of a tile of the shared expert, where one of a routed expert is 1.
+    An expert of more pairs stands as several. cost: of a tile of the shared expert, where one of a routed expert is 1.
     """
 
     w13: Stage

@@ -89,38 +89,48 @@ def _add(a, b):
 
 
 @gluon.jit
-def _living(ids_ptr, pairs, first, E, BINS: gl.constexpr, CHUNK: gl.constexpr, W: gl.constexpr, EXPERTS: gl.constexpr):
-    """1 for each expert of this rank that a token takes, 0 for the others; int32 [BINS]."""
+def _passes(
+    ids_ptr,
+    pairs,
+    first,
+    E,
+    BINS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    HELD: gl.constexpr,
+    W: gl.constexpr,
+    EXPERTS: gl.constexpr,
+):
+    """How often each expert of this rank passes by HELD of its pairs, 0 for those that nobody takes; int32 [BINS]."""
     # each id in one thread, as a histogram asks
     ONCE: gl.constexpr = gl.BlockedLayout([max(1, CHUNK // (32 * W))], [32], [W], [0])
     counts = gl.zeros([BINS], gl.int32, layout=EXPERTS)
     for at in range(0, pairs, CHUNK):
         expert = _experts_of(ids_ptr, at + gl.arange(0, CHUNK, layout=ONCE), pairs, first, E)
         counts += gl.histogram(gl.maximum(expert, 0), BINS, mask=expert >= 0, layout=EXPERTS)
-    return gl.minimum(counts, 1)
+    return (counts + (HELD - 1)) // HELD
 
 
 @gluon.jit
 def _search(
-    ids_ptr, expert, after, pairs, first, E, CHUNK: gl.constexpr, HELD: gl.constexpr, NT: gl.constexpr, IDS: gl.constexpr,
+    ids_ptr, expert, skip, pairs, first, E, CHUNK: gl.constexpr, HELD: gl.constexpr, NT: gl.constexpr, IDS: gl.constexpr,
     TOKENS: gl.constexpr
 ):  # fmt: skip
-    """The next HELD pairs of an expert after one of them, in their order, as the first of [NT]; and how many there are left."""
+    """HELD pairs of an expert, behind its first `skip`, as the first of [NT]; and how many there are from there on."""
     wanted = gl.arange(0, NT, layout=TOKENS)
     found = gl.zeros([NT], gl.int32, layout=TOKENS)
     count = 0
     for at in range(0, pairs, CHUNK):
         pair = at + gl.arange(0, CHUNK, layout=IDS)
-        same = (_experts_of(ids_ptr, pair, pairs, first, E) == expert) & (pair > after) & (expert >= 0)
+        same = _experts_of(ids_ptr, pair, pairs, first, E) == expert
         # pairs of an expert are few: one after the other is faster than all at once
         left = gl.where(same, pair, NONE)
         here = gl.sum(same.to(gl.int32), 0)
-        for n in range(count, min(HELD, count + here)):
+        for n in range(count, min(skip + HELD, count + here)):
             lowest = gl.min(left, 0)
             left = gl.where(left == lowest, NONE, left)
-            found = gl.where(wanted == n, lowest, found)
+            found = gl.where(wanted == n - skip, lowest, found)
         count += here
-    return found, count
+    return found, count - skip
 
 
 @gluon.jit
@@ -444,11 +454,11 @@ def experts_kernel(
         grid_wait()
     if PDL:
         launch_dependents()
-    living = _living(ids_ptr, pairs, first, E, BINS, CHUNK, W, EXPERTS)
-    # a living expert's number among them
-    rank = gl.where(living == 1, gl.associative_scan(living, 0, _add) - 1, -1)
+    passes = _passes(ids_ptr, pairs, first, E, BINS, CHUNK, HELD, W, EXPERTS)
+    # an expert of more pairs than one pass takes stands as several, so that programs still have equal shares
+    ends = gl.associative_scan(passes, 0, _add)
     shared_cost = shared_jobs * SHARED_TILES * COST
-    total = shared_cost + gl.sum(living, 0) * TILES
+    total = shared_cost + gl.sum(passes, 0) * TILES
     begin = (gl.program_id(0).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
     end = ((gl.program_id(0) + 1).to(gl.int64) * total // gl.num_programs(0)).to(gl.int32)
     for unit in range((begin + COST - 1) // COST, min((end + COST - 1) // COST, shared_jobs * SHARED_TILES)):
@@ -467,28 +477,25 @@ def experts_kernel(
     end -= shared_cost
     number = gl.arange(0, NT, layout=TOKENS)
     while unit < end:
+        # the first expert whose passes end behind this one
+        expert = gl.sum((ends <= unit // TILES).to(gl.int32), 0)
         index = gl.arange(0, BINS, layout=EXPERTS)
-        expert = gl.sum(gl.where(rank == unit // TILES, index, 0), 0)
+        skip = (unit // TILES - gl.sum(gl.where(index == expert, ends - passes, 0), 0)) * HELD
         base = unit % TILES * ROWS
         tiles = gl.minimum(TILES - unit % TILES, end - unit)
         start = expert.to(gl.int64) * ((2 if GATED else 1) * OUT)
         w = w_ptr + start * (K // 8)
         scale = scale_ptr + start * (K // 32)
-        after = -1
-        count = 1
-        while count > 0:
-            buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
-            pair, count = _search(ids_ptr, expert, after, pairs, first, E, CHUNK, HELD, NT, IDS, TOKENS)
-            live = number < min(count, HELD)
-            after = gl.max(pair, 0)
-            if PDL and not GATED:
-                grid_wait()
-            weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
-            _tiles(
-                buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
-                K, OUT, GATED, True, HELD, NT, S, WM, DEPTH, VALUES,
-            )  # fmt: skip
-            count -= HELD
+        buffers = _ahead(w, scale, base, tiles * J, K, OUT, GATED, True, S, WM, DEPTH)
+        pair, count = _search(ids_ptr, expert, skip, pairs, first, E, CHUNK, HELD, NT, IDS, TOKENS)
+        live = number < min(count, HELD)
+        if PDL and not GATED:
+            grid_wait()
+        weight = gl.load(weights_ptr + pair, mask=live, other=0.0)
+        _tiles(
+            buffers, in_ptr, pair // top_k if GATED else pair, live, weight, w, scale, out_ptr, pair, limit, base, tiles,
+            K, OUT, GATED, True, HELD, NT, S, WM, DEPTH, VALUES,
+        )  # fmt: skip
         unit += tiles
 
 
