@@ -23,7 +23,7 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 demo: $(VENV)/.run
-	$(BIN)/deepdecode generate "def add(a, b):" --max-new-tokens 48
+	$(BIN)/deepdecode generate "def close(self):" --max-new-tokens 48
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

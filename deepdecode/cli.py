@@ -169,10 +169,10 @@ def _inspect_arguments(p: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     from deepdecode.inspect import READ_BYTES, inspect_dir
-    from deepdecode.tiny import tiny_dir
+    from deepdecode.tiny import EMBEDDED
 
     limit = None if args.full else READ_BYTES
-    folder = tiny_dir() if args.folder is None else args.folder
+    folder = EMBEDDED if args.folder is None else args.folder
     report = inspect_dir(folder, cache_tokens=args.context, cache_format=args.cache, read_bytes=limit)
     print(json.dumps(report.to_json(), indent=1) if args.json else report.to_text())
     return 1 if report.faults else 0

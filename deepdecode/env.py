@@ -28,7 +28,6 @@ SCHEMA = 1
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "sglang", "vllm", "sgl-flash-mla")
 # what deepdecode reads; a test compares it with the sources
 VARIABLES = (
-    "DEEPDECODE_CACHE",
     "DEEPDECODE_CHECK",
     "DEEPDECODE_ENABLE",
     "DEEPDECODE_LOG",

@@ -17,6 +17,7 @@ from deepdecode.checkpoint import (
     write_checkpoint,
 )
 from deepdecode.config import config_json
+from deepdecode.runner import Runner
 from deepdecode.testing.numeric import same_bits
 
 BASE = dataclasses.replace(SMALL, expert_dtype="fp8")
@@ -301,6 +302,18 @@ def test_dtype(dtype, small):
     whole = load_model(path).layers[1]
     assert_same(layer.moe.w13, whole.moe.w13)
     assert_same(layer.attn.q_b, whole.attn.q_b)
+
+
+def test_widened_weights_give_the_same_bits(small):
+    """In a step of one token and of several, packed or widened once."""
+    stored, wide = (load_model(small[0], widen=widen) for widen in (False, True))
+    assert wide.layers[1].moe.w13.data.dtype == torch.float32 and wide.layers[1].moe.w13.scale is None
+    told = []
+    for weights in (stored, wide):
+        runner = Runner(weights, max_len=16, fmt="f32")
+        slot = runner.cache.acquire()
+        told.append((runner.prefill(slot, [0, 5, 9, 33, 20], every=True), runner.decode([slot], [7], [5])))
+    assert all(same_bits(a, b) for a, b in zip(*told, strict=True))
 
 
 def test_refuses_a_dtype(small):

@@ -208,7 +208,6 @@ def test_hides_who_and_where():
 
 def test_output_names_no_one(torch_is, monkeypatch, capsys, tmp_path):
     torch_is("raise OSError('/home/alice/venv/libtorch.so: cannot open')")
-    monkeypatch.setenv("DEEPDECODE_CACHE", "/home/alice/cache")
     monkeypatch.setenv("DEEPDECODE_PEERS", "alice")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3e1c5a-alice")
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/home/alice/ptxas")

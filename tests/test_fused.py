@@ -13,7 +13,7 @@ from deepdecode.ops.reference import REFERENCE
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, same_bits
 from deepdecode.testing.steps import contiguous, prepare_inputs
-from deepdecode.tiny import tiny_dir
+from deepdecode.tiny import EMBEDDED
 
 # bfloat16 roundings that fall otherwise, through four layers and FP8 rows: 1.3e-2 on an H200, as far as from float32
 LOGITS = 3e-2
@@ -26,7 +26,7 @@ def test_every_entry_has_its_fused_form():
 
 def decode(ops, device, steps=6):
     """Logits of two sequences' next steps, fed with the same tokens; the second completes an entry of 128."""
-    weights = load_model(tiny_dir(), device=device)
+    weights = load_model(EMBEDDED, device=device)
     runner = Runner(weights, max_len=600, slots=2, ops=replace(ops, index_topk=REFERENCE.index_topk))
     ids = torch.arange(2, 602).tolist()
     lengths = (300, 125)

@@ -23,22 +23,7 @@ from deepdecode.ops._check import kernel_runs
 from deepdecode.progress import Progress
 from deepdecode.runner import Runner
 from deepdecode.text import Stream, Text
-from deepdecode.tiny import CONFIG, NAME, TOKENIZER, TRAINED, tiny_dir
-
-# a trained model lies in the package: nothing is built
-seeded = pytest.mark.skipif(TRAINED, reason="the embedded model is trained and needs no cache")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """The embedded checkpoint, built once for this file, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("DEEPDECODE_CACHE")
-    os.environ["DEEPDECODE_CACHE"] = str(folder)
-    yield folder
-    os.environ.pop("DEEPDECODE_CACHE")
-    if before:
-        os.environ["DEEPDECODE_CACHE"] = before
+from deepdecode.tiny import CONFIG, EMBEDDED, TOKENIZER
 
 
 def document(capsys, *args):
@@ -159,10 +144,6 @@ def test_closed_streams(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
-        pytest.param({"DEEPDECODE_CACHE": "/dev/null"}, "embedded model: /dev/null/tiny-", marks=seeded),
-        pytest.param(
-            {"DEEPDECODE_CACHE": "/proc/none"}, "a folder that can be made, got: No such file or directory", marks=seeded
-        ),
         ({"WORLD_SIZE": "two"}, "distributed: WORLD_SIZE must be a number from 1 to 1048576, got 'two'"),
         ({"WORLD_SIZE": "0"}, "distributed: WORLD_SIZE must be a number from 1 to 1048576, got '0'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "distributed: RANK must be a number from 0 to 1, got '2'"),
@@ -173,28 +154,6 @@ def test_an_environment_that_cannot_be(monkeypatch, capsys, changes, want):
         monkeypatch.setenv(name, value)
     assert main(["generate", "x"]) == 2
     assert want in capsys.readouterr().err
-
-
-@seeded
-def test_no_home(monkeypatch, capsys):
-    for name in ("DEEPDECODE_CACHE", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    # a user that the machine does not know, as in a container
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert main(["generate", "x"]) == 2
-    assert "DEEPDECODE_CACHE must name a folder where there is no home, got none" in capsys.readouterr().err
-
-
-@seeded
-def test_a_cache_folder_that_is_something_else(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("DEEPDECODE_CACHE", str(tmp_path))
-    folder = tmp_path / NAME
-    folder.mkdir()
-    (folder / "note.txt").write_text("mine")
-    assert main(["generate", "x"]) == 2
-    assert "must be a folder that can be made, got: " in (err := capsys.readouterr().err)
-    assert "must not exist or be an empty directory" in err
-    assert [p.name for p in folder.iterdir()] == ["note.txt"]
 
 
 def test_several_prompts_print_in_order(capsys):
@@ -282,9 +241,9 @@ def test_a_traceback_when_asked(monkeypatch, capsys):
 
 def test_what_cannot_fit_is_refused_before_it_is_loaded(capsys, monkeypatch):
     monkeypatch.setattr("deepdecode.generate.available_memory", lambda: 10_000_000)
-    assert main(["generate", "x", "--checkpoint", str(tiny_dir()), "--device", "cpu"]) == 2
+    assert main(["generate", "x", "--checkpoint", str(EMBEDDED), "--device", "cpu"]) == 2
     err = capsys.readouterr().err
-    assert "generate: cpu must have 0.02 GB free for weights and caches, got 0.01 GB" in err
+    assert "generate: cpu must have 0.14 GB free for weights and caches, got 0.01 GB" in err
     assert "hint: deepdecode inspect" in err
 
 
@@ -306,12 +265,11 @@ def test_an_error_on_the_way_loses_no_text(capsys, monkeypatch):
 
 def test_a_spoilt_embedded_model_says_what_to_do(capsys, monkeypatch, tmp_path):
     folder = tmp_path / "tiny"
-    shutil.copytree(tiny_dir(), folder)
+    shutil.copytree(EMBEDDED, folder)
     next(folder.glob("*.safetensors")).unlink()
-    monkeypatch.setattr("deepdecode.generate.tiny_dir", lambda: folder)
+    monkeypatch.setattr("deepdecode.generate.EMBEDDED", folder)
     assert main(["generate", "a"]) == 2
-    hint = "install deepdecode again" if TRAINED else f"delete {folder}, it is built again"
-    assert f"hint: {hint}" in capsys.readouterr().err
+    assert "hint: install deepdecode again" in capsys.readouterr().err
 
 
 def test_available_memory_is_this_machines():
@@ -359,7 +317,6 @@ def process(*args, **options):
 
 
 def test_ctrl_c_ends_cleanly_with_what_was_generated():
-    tiny_dir()
     # a shell ignores it for jobs behind `&`, and a child would take that over
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = process("generate", "while True:", "--max-new-tokens", "8000", "--ignore-eos")
@@ -377,7 +334,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated():
 
 def test_no_compiler_is_loaded():
     """Whoever decodes does not compile: torch._dynamo alone takes two seconds and 150 MB."""
-    tiny_dir()
     code = "import sys, deepdecode.__main__ as d; d.main(['generate', 'x', '--max-new-tokens', '2']); print([*sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'deepdecode.ops.attention'" in out
@@ -441,13 +397,13 @@ def test_the_embedded_model_has_every_kind_of_layer():
     assert set(CONFIG.compress_ratios) == {0, 4, 128}
     assert 0 < CONFIG.num_hash_layers < CONFIG.num_layers
     assert (CONFIG.head_dim, CONFIG.window, CONFIG.rope_dim, CONFIG.index_head_dim) == (512, 128, 64, 128)
-    names = json.loads((tiny_dir() / "model.safetensors.index.json").read_text())["weight_map"]
+    names = json.loads((EMBEDDED / "model.safetensors.index.json").read_text())["weight_map"]
     assert "mtp.0.e_proj.weight" in names
     assert f"layers.{CONFIG.compress_ratios.index(4)}.attn.indexer.wq_b.scale" in names
 
 
 def test_a_checkpoint_says_what_it_skips_and_takes(capsys):
-    args = ["generate", "x", "--max-new-tokens", "1", "--checkpoint", str(tiny_dir()), "--context", "300"]
+    args = ["generate", "x", "--max-new-tokens", "1", "--checkpoint", str(EMBEDDED), "--context", "300"]
     assert main(args) == 0
     err = capsys.readouterr().err
     assert "mtp.*" in err

@@ -17,7 +17,7 @@ from deepdecode.cli import main
 from deepdecode.config import ModelConfig, config_json
 from deepdecode.inspect import MAX_LINES, inspect_dir
 from deepdecode.kvcache import plan_cache
-from deepdecode.tiny import CONFIG, tiny_dir
+from deepdecode.tiny import CONFIG, EMBEDDED
 
 FLASH = ModelConfig()
 GB = 1e9
@@ -335,7 +335,7 @@ def test_context_and_cache_format(small, tmp_path, capsys):
     assert main(["inspect", str(small), "--cache", "f32"]) == 0
     assert f"--checkpoint {small} --cache f32\n" in capsys.readouterr().out
     assert main(["inspect"]) == 0
-    said = f"{tiny_dir().name}: DeepSeek-V4 in sizes of its own\n  {CONFIG.num_layers} layers"
+    said = f"{EMBEDDED.name}: DeepSeek-V4 in sizes of its own\n  {CONFIG.num_layers} layers"
     assert capsys.readouterr().out.startswith(said)
 
 

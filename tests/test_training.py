@@ -15,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
+from deepdecode.quality import text as quality_text
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
+from deepdecode.text import Text
+from deepdecode.tiny import EMBEDDED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -31,6 +34,7 @@ from training.parts import index_loss
 from training.prompts import PROMPTS, complete, parses
 from training.weights import from_tensors, initial, nbytes, rounded, specs, to_tensors
 
+ROOT = Path(__file__).parent.parent
 # float32, the same products in another order: 1e-6 is seen
 SAME = 5e-6
 # FP8 and FP4 experts as the embedded model has them, in small
@@ -402,6 +406,30 @@ def test_where_a_stretch_begins():
             drawn |= {at for at in range(len(ids) - length + 1) if np.array_equal(ids[at : at + length], row[1:])}
     # less than a quarter of the length behind a line, a stretch goes back to it
     assert drawn >= {1, 3, 6, 7, 8} and not drawn & {0, 2, 4, 5, 9, 10, 12, 13}
+
+
+def test_the_embedded_models_card_says_what_its_run_measured():
+    result = json.loads((ROOT / "results" / "h200" / "tiny.json").read_text())
+    card, page = (EMBEDDED / "README.md").read_text(), (ROOT / "docs" / "tiny.md").read_text()
+    for split in ("valid", "test"):
+        for form in ("fp32", "exported"):
+            figure = str(result[f"{split}_bits_per_byte_{form}"])
+            assert figure in card and figure in page
+    assert result["test_bits_per_byte_exported"] < 0.9 * 1.571 and f"{result['step']} steps" in card
+
+
+@pytest.mark.slow
+def test_the_embedded_model_keeps_to_its_goals():
+    """A tenth less than 5-grams need, here on the beginnings of some held-out files; and prompts that go on as Python."""
+    model, text = load_model(EMBEDDED, dtype=torch.float32), Text(EMBEDDED, CONFIG.bos_id)
+    bits = size = 0.0
+    for piece in quality_text.pieces(text, quality_text.held_out([]), 512, 4096):
+        runner = Runner(model, max_len=len(piece.ids), fmt="f32")
+        logits = runner.prefill(runner.cache.acquire(), piece.ids[:-1], every=True)
+        bits -= float(logits.log_softmax(1).gather(1, torch.tensor(piece.ids[1:])[:, None]).sum()) / math.log(2)
+        size += piece.size
+    assert bits / size < 0.9 * 1.571
+    assert sum(map(parses, PROMPTS, complete(EMBEDDED, 64))) >= 15
 
 
 def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):

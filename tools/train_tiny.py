@@ -29,7 +29,7 @@ from training.export import curve, embed, export
 from training.loop import Recipe, Run
 from training.prompts import PROMPTS, complete, parses
 
-from deepdecode.tiny import FOLDER
+from deepdecode.tiny import EMBEDDED
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.what == "curve":
         print(curve(args.run))
     elif args.what == "embed":
-        print("\n".join(map(str, embed(args.model, FOLDER))))
+        print("\n".join(map(str, embed(args.model, EMBEDDED))))
         # what the ladder must follow is the model's own text; in a process that finds the new one
         return subprocess.run([sys.executable, Path(__file__).parent / "follow.py"]).returncode
     else:

@@ -1,7 +1,7 @@
 """From a checkpoint's files, or from a seed, to the weights that ops take: fused, stacked, cut to one rank's part.
 
 Memory at the peak is what the ops keep and one tensor: every fused weight is allocated once and filled piece by piece
-from the mapped files. FP8 and FP4 stay packed.
+from the mapped files. FP8 and FP4 stay packed, unless asked otherwise.
 """
 
 import os
@@ -17,7 +17,7 @@ from deepdecode.checkpoint.layout import PLAIN, faults, official_name, scale_nam
 from deepdecode.checkpoint.open import Checkpoint, open_checkpoint
 from deepdecode.config import ModelConfig, shown
 from deepdecode.model import DraftWeights, LayerWeights, ModelWeights
-from deepdecode.ops.quant import Weight
+from deepdecode.ops.quant import Weight, dequantize
 from deepdecode.ops.table import AttnWeights, CompressorWeights, HeadWeights, MhcSite, MoeWeights
 
 BLOCK = 128  # rows and columns that share a scale in FP8
@@ -83,6 +83,7 @@ def load_model(
     rank: int = 0,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    widen: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Load a checkpoint, or one rank's part of it, as the ops want it.
@@ -94,8 +95,10 @@ def load_model(
             compressors, indexer, router and hyper-connections are whole on every rank. (ways, rank) means tp.
         rank: which part.
         device: where the weights go.
-        dtype: what unquantised tensors become; None: as stored. FP8 and FP4 weights stay packed in any case, and what
+        dtype: what unquantised tensors become; None: as stored. FP8 and FP4 weights stay packed unless `widen`, and what
             V4 keeps in float32 (hyper-connections, sinks, ape, gate bias) stays float32, or becomes float64 with the rest.
+        widen: weights of products become float32 (float64 with the rest) once, here, where references would do it in every
+            step: the same numbers in up to eight times the memory, for small models on a CPU.
         progress: called with the layers that are loaded, and all of them, after each layer.
 
     Returns:
@@ -107,7 +110,7 @@ def load_model(
         ValueError: the slice does not fit the model, or cuts through a scale's block.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    return assemble(checkpoint, parse_cut(checkpoint.config, slice, rank), torch.device(device), dtype, progress)
+    return assemble(checkpoint, parse_cut(checkpoint.config, slice, rank), torch.device(device), dtype, progress, widen)
 
 
 def assemble(
@@ -116,11 +119,12 @@ def assemble(
     device: torch.device,
     dtype: torch.dtype | None,
     progress: Callable[[int, int], None] | None = None,
+    widen: bool = False,
 ) -> ModelWeights:
     """Fuse, stack and cut the source's tensors into `ModelWeights`."""
     if dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"load_model: dtype must be None, bfloat16, float32 or float64, got {dtype}")
-    make = _Maker(source, cut, device, dtype)
+    make = _Maker(source, cut, device, dtype, widen)
     layers, total = [], source.config.num_layers
     for i in range(total):
         layers.append(make.layer(i))
@@ -131,15 +135,15 @@ def assemble(
 
 
 def load_draft(
-    path: str | os.PathLike[str] | Checkpoint, model: ModelWeights, *, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str] | Checkpoint, model: ModelWeights, *, dtype: torch.dtype | None = None, widen: bool = False
 ) -> DraftWeights:
-    """Load a checkpoint's MTP block beside its model, whose device and vocabulary it takes; `dtype` as for `load_model`.
+    """Load a checkpoint's MTP block beside its model, whose device and vocabulary it takes; the rest as for `load_model`.
 
     Raises:
         CheckpointError: the checkpoint has no MTP block, another draft model, or a fault in it.
     """
     source = _Drafts(path if isinstance(path, Checkpoint) else open_checkpoint(path))
-    make = _Maker(source, Cut(), model.embed.device, dtype)
+    make = _Maker(source, Cut(), model.embed.device, dtype, widen)
     at = "mtp.0."
     return DraftWeights(
         enorm=make.plain(at + "enorm.weight"),
@@ -199,8 +203,8 @@ def unfusable(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 class _Maker:
-    def __init__(self, source: Source, cut: Cut, device: torch.device, dtype: torch.dtype | None):
-        self.source, self.cut, self.device, self.dtype = source, cut, device, dtype
+    def __init__(self, source: Source, cut: Cut, device: torch.device, dtype: torch.dtype | None, widen: bool = False):
+        self.source, self.cut, self.device, self.dtype, self.widen = source, cut, device, dtype, widen
         self.specs = tensor_specs(source.config, mtp=True)
 
     def layer(self, i: int) -> LayerWeights:
@@ -310,7 +314,9 @@ class _Maker:
                 at += self.copy(name, name, weight.data[e], at)
                 if weight.scale is not None:
                     scale_at += self.copy(scale_name(name), name, weight.scale[e], scale_at)
-        return weight
+        if not self.widen:
+            return weight
+        return Weight(dequantize(weight, torch.float64 if self.dtype == torch.float64 else torch.float32))
 
     def form(self, name: str) -> tuple[str, str | None]:
         scale = scale_name(name)

@@ -19,7 +19,7 @@ from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import Ops, Step
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, worst_row_err
-from deepdecode.tiny import CONFIG, tiny_dir
+from deepdecode.tiny import CONFIG, EMBEDDED
 
 Tensor = torch.Tensor
 # Twice what the product's kernel is held to: the mirrors of engine code round each of two launches, their merge and the sink
@@ -210,7 +210,7 @@ class LogitsGate:
 
     @cached_property
     def weights(self) -> ModelWeights:
-        return load_model(tiny_dir())
+        return load_model(EMBEDDED)
 
     @cached_property
     def moved(self) -> ModelWeights:

@@ -22,7 +22,7 @@ from deepdecode.quality.choices import BASE, CHOICES, Choice
 from deepdecode.quality.measure import Loss, find, speculation, tell
 from deepdecode.quality.text import held_out, needles, pieces
 from deepdecode.text import Text
-from deepdecode.tiny import tiny_dir
+from deepdecode.tiny import EMBEDDED
 from deepdecode.trace.render import Bullets, Doc, Part, Table, percent, show
 
 log = logging.getLogger("deepdecode")
@@ -70,7 +70,7 @@ def quality_command(request: Request) -> int:
         raise ValueError(f"quality: --needles must be >= 0, got {request.needles}")
     if request.tokens is not None and request.tokens < 2:
         raise ValueError(f"quality: --tokens must be >= 2, got {request.tokens}")
-    checkpoint = open_checkpoint(request.checkpoint or tiny_dir())
+    checkpoint = open_checkpoint(request.checkpoint or EMBEDDED)
     longest = max(contexts)
     if longest > checkpoint.config.max_positions:
         raise ValueError(f"quality: --contexts must be at most {checkpoint.config.max_positions}, got {longest}")
