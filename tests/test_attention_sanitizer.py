@@ -51,7 +51,8 @@ CASES += [("mma", 5, 48, "fp8_584"), ("mma", 40, 48, "bf16")]
 # the lines that Triton starts and ends roles at: the words that it keeps for it are reported of every kernel with roles
 ROLES = r"def \w+_kernel\(|gl\.warp_specialize\("
 # words that one role stores plainly for another: named in spite of the barriers between, as the last test here shows, though
-# not in every run. That a barrier stands before each arrival is held by test_compile_attention.py
+# not in every run. An mbarrier orders for racecheck what threads did that arrive there, and in Triton one thread does, behind a
+# barrier of its warps; that this barrier stands before each arrival is held by test_compile_attention.py
 HANDED_ON = r"\b(fades|tops|keyed)\b"
 
 
