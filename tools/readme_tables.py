@@ -1,4 +1,4 @@
-"""Write README's tables of results from the files in results/: `python tools/readme_tables.py`.
+"""Write README's and docs/quality.md's tables of results from the files in results/: `python tools/readme_tables.py`.
 
 A block stands between `<!-- NAME begin -->` and `<!-- NAME end -->`; tests/test_readme.py holds it against the files.
 """
@@ -130,22 +130,64 @@ def trace() -> str:
     )
 
 
+def quality() -> str:
+    """What each precision choice costs, needles and drafts."""
+    path = ROOT / "results" / "h200" / "quality.json"
+    if not path.exists():
+        return "The whole of it has not been run on a GPU yet."
+    result = json.loads(path.read_text())
+    base, contexts = result["rows"][0], result["contexts"]
+    head = ["choice", "more bits/byte", "KL bits", "top 1", "experts", *(f"overlap, mass {context}" for context in contexts)]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---|" * (len(head) - 1)]
+    for row in result["rows"][1:]:
+        cells = [row["choice"], f"{row['bits_per_byte'] - base['bits_per_byte']:+.4f}", f"{row['kl_bits']:.1e}"]
+        cells += [f"{100 * row[what]:.1f} %" for what in ("top1", "experts")]
+        seen = [row["contexts"].get(str(context)) for context in contexts]
+        cells += [f"{100 * each['overlap']:.1f}, {100 * each['score_mass']:.1f} %" if each else "" for each in seen]
+        lines.append("| " + " | ".join(cells) + " |")
+    read = result["pieces"]
+    part = "" if read["read"] == read["of"] else f", {read['read']} of {read['of']} pieces"
+    lines += [
+        "",
+        f"fp32 needs {base['bits_per_byte']:.4f} bits per byte. {base['tokens']} tokens{part} on one "
+        f"{result['device']['name']} ({result['date']}, `{result['command']}`; `results/h200/quality.json`).",
+    ]
+    if result["needles"]:
+        lines += ["", "| needles at | entries chosen by | tokens right | whole | bits/token |", "|---|---|---|---|---|"]
+    for row in result["needles"]:
+        cells = [str(row["context"]), row["choice"], *(f"{100 * row[what]:.1f} %" for what in ("tokens_right", "whole_right"))]
+        lines.append("| " + " | ".join([*cells, f"{row['bits_per_token']:.2f}"]) + " |")
+    if drafts := result["drafts"]:
+        text = "the same text as" if drafts["same"] else "another text than"
+        lines += [
+            "",
+            f"Drafts: {100 * drafts['acceptance']:.1f} % of the proposals are accepted over {drafts['tokens']} tokens, "
+            f"{drafts['tokens_per_step']:.2f} tokens a step, {text} without.",
+        ]
+    return "\n".join(lines)
+
+
 def _case(row: dict) -> tuple:
     return tuple(row[key] for key in ("T", "H", "window_keys", "extra_keys", "fmt"))
 
 
-BLOCKS = {"ladder": ladder, "attention": attention, "trace": trace}
+PAGES = {
+    README: {"ladder": ladder, "attention": attention, "trace": trace},
+    ROOT / "docs" / "quality.md": {"quality": quality},
+}
 
 
-def written(text: str) -> str:
-    """`text` with every block made anew."""
-    for name, make in BLOCKS.items():
+def written(page: Path) -> str:
+    """A page's text with every block made anew."""
+    text = page.read_text()
+    for name, make in PAGES[page].items():
         begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
-        assert text.count(begin) == text.count(end) == 1, f"README must have one block {name}"
+        assert text.count(begin) == text.count(end) == 1, f"{page.name} must have one block {name}"
         before, rest = text.split(begin)
         text = f"{before}{begin}{make()}\n{end}{rest.split(end)[1]}"
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    for page in PAGES:
+        page.write_text(written(page))
