@@ -33,10 +33,10 @@ def dry(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     for name, value in {"TOKENS": (1, 9), "PEER_TOKENS": (1, 9), "C": 64, "RANKS": RANKS}.items():
         monkeypatch.setattr(bench, name, value)
-    for kept in (bench.weights_of, bench.copies_of):
+    for kept in (bench.weights_of, bench.copies_of, bench.wanted):
         kept.cache_clear()
     yield lambda *words: bench.main([*words, "--out", str(tmp_path), "--commit", "abc"])
-    for kept in (bench.weights_of, bench.copies_of):
+    for kept in (bench.weights_of, bench.copies_of, bench.wanted):
         kept.cache_clear()
 
 
@@ -57,6 +57,19 @@ def test_a_whole_run(dry, tmp_path, capsys):
         assert ("us_rotated" in row) == (not row["implementation"].startswith("dequantise"))
         assert row["floor_us"] == pytest.approx(row["bytes"] / 4.25e6, abs=1e-6)
     assert "12 rows" in capsys.readouterr().out
+
+
+def test_the_slow_rival_comes_last(dry, tmp_path):
+    """A run that is cut off has ours at every size, and what has a rival at all."""
+    cells_of = list(bench.jobs(peers=True))
+    names = [cell.keys["implementation"] for cell in cells_of]
+    slow = names.index(bench.SLOW)
+    assert set(names[slow:]) == {bench.SLOW} and len(names[slow:]) == 4
+    assert names[:slow] == ["deepdecode", "grouped_mm, bfloat16 copy"] * 4
+    assert {cell.limit_s for cell in cells_of[slow:]} == {0.01}
+    assert dry("--peers") == 0
+    assert [row["implementation"] for row in rows_of(tmp_path)] == names
+    assert [cell.keys["implementation"] for cell in bench.jobs(peers=False)] == ["deepdecode"] * 4
 
 
 def test_bytes_are_those_of_the_experts_hit(dry):
