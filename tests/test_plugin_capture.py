@@ -79,7 +79,14 @@ def gpu(monkeypatch):
     @contextlib.contextmanager
     def on(name):
         card = find_card(name)
-        for module in ("kernels.attention_plan", "kernels.launching", "kernels.indexer", "kernels.moe", "plugins.sglang_ops"):
+        for module in (
+            "kernels.attention_plan",
+            "kernels.launching",
+            "kernels.indexer",
+            "kernels.moe",
+            "kernels.moe_stream",
+            "plugins.sglang_ops",
+        ):
             monkeypatch.setattr(f"deepdecode.{module}.card_of", lambda device: card)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(card.arch, 10))
         launched.clear()
@@ -147,7 +154,7 @@ def test_sglangs_attention(gpu, name, ratio):
 def test_flash_mla_in_a_decode_step(gpu, name, captured):
     more = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": object(), "is_fp8_kvcache": True}
     with gpu(name) as launched:
-        for T, own in ((1, 8), (64, 16), (512, 32), (256, 64)):
+        for T, own in ((1, 8), (64, 16), (512, 32), (128, 64)):
             launched.clear()
             with sglang.decode_step(own, captured=captured):
                 out, _ = sglang.flash_mla(refuse, **sglang_call(T, 64, 4), **more, use_legacy=True)

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.attention_sm90_rows import grid_wait, launch_dependents, view
 from deepdecode.kernels.moe import combine
 from deepdecode.kernels.moe_codes import UNIT, fp4_operand, fp8_operand
@@ -542,7 +543,7 @@ def launch(
     words = [w.view(torch.uint8).view(torch.int32) for w in (w13, w2, shared13, shared2)]
     scales = [s.view(torch.uint8) for s in (scale13, scale2, shared_scale13, shared_scale2)]
     jobs = triton.cdiv(T, config.shared_t)
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    sms = card_of(x.device).sms
     counts = (limit, T, pairs, top_k, first_expert, E, jobs)
     first = (x, ids, weights, words[0], scales[0], x, words[2], scales[2], h, shared_h)
     second = (h, ids, weights, words[1], scales[1], shared_h, words[3], scales[3], y, y[pairs:])

@@ -19,7 +19,7 @@ from deepdecode.config import ModelConfig
 from deepdecode.kernels.attention_plan import card_of, case_of, supports
 from deepdecode.ops import attention, indexer
 from deepdecode.ops.moe import moe, moe_ref
-from deepdecode.ops.quant import E8M0, Weight
+from deepdecode.ops.quant import E4M3, E8M0, Weight
 from deepdecode.ops.rows import PagedRows
 from deepdecode.ops.table import MhcSite, MoeWeights
 from deepdecode.plugins.guard import Guard
@@ -28,10 +28,11 @@ Tensor = torch.Tensor
 ROW_BYTES, KEY_BYTES = 584, 132
 # rows of a step that our indexer is made for; a prefill's go to SGLang's
 MAX_INDEXED = 512
-# tokens of a step up to which FlashMLA with 64 heads was timed beside ours, and lost: results/h200/attention.json
-MAX_MEASURED = 256
-# width of a shared expert that adds nothing: SGLang runs the shared expert elsewhere, and our kernels take none of width 0
-_NARROW = 16
+# tokens up to which FlashMLA lost to ours with its own 64 heads; with fewer heads it always did: results/h200/attention.json
+MAX_OWN = 128
+# width of a shared expert that adds nothing: SGLang runs its own elsewhere, and our kernels take none of width 0. In FP8 and as
+# wide as an eighth of V4-Flash's, since Hopper's streaming kernels ask for that
+_SHARED = 256
 _MHC_POST_MULT = 2.0
 
 # whether the running step is one that the megakernel covers
@@ -123,7 +124,7 @@ def expect_faster(arch: int, tokens: int, heads: int, own: int | None, captured:
         raise ValueError(f"FlashMLA's kernels on sm_{arch} have not been measured beside ours")
     if arch == 90 and (own is None or not captured):
         raise ValueError("not a decode step in a graph")
-    if arch == 90 and own is not None and own >= heads and (heads > 64 or tokens > MAX_MEASURED):
+    if arch == 90 and own is not None and own >= heads and (heads > 64 or tokens > MAX_OWN):
         raise ValueError(f"FlashMLA takes {heads} heads as they are, of {tokens} tokens")
 
 
@@ -513,7 +514,7 @@ def _expect_experts(method: Any, layer: Any, w13: Tensor, s13: Tensor, w2: Tenso
     if w2.shape != (E, 2 * half, rows // 4) or not (w13.is_contiguous() and w2.is_contiguous()):
         raise ValueError(f"weights must be whole experts, got {list(w13.shape)} and {list(w2.shape)}")
     if w13.is_cuda:
-        case = moe_plan.Case(1, 1, E, 2 * half, rows // 2, _NARROW, shared="bfloat16")
+        case = moe_plan.Case(1, 1, E, 2 * half, rows // 2, _SHARED)
         _expect(moe_plan.supports(case, card_of(w13.device)))
 
 
@@ -522,12 +523,20 @@ def _experts_of(layer: Any) -> MoeWeights:
         return Weight(getattr(layer, name).data.view(torch.uint8), getattr(layer, f"{name}_scale_inv").data)
 
     w13, w2 = weight("w13_weight"), weight("w2_weight")
-    C = w13.shape[-1]
-    shared13, shared2 = (
-        Weight(torch.zeros(shape, dtype=torch.bfloat16, device=w13.device)) for shape in ((2 * _NARROW, C), (C, _NARROW))
-    )
+    shared13, shared2 = _no_expert(w13.shape[-1], w13.device)
     # the router runs elsewhere: its weight plays no role
     return MoeWeights(shared13.data, None, None, w13, w2, shared13, shared2)
+
+
+@cache
+def _no_expert(C: int, device: torch.device) -> tuple[Weight, Weight]:
+    """A shared expert of zeros, the same for all layers."""
+
+    def zeros(rows: int, columns: int) -> Weight:
+        scale = torch.full((-(-rows // 128), -(-columns // 128)), 127, dtype=torch.uint8, device=device)
+        return Weight(torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(E4M3), scale.view(E8M0))
+
+    return zeros(2 * _SHARED, C), zeros(C, _SHARED)
 
 
 def moe_apply(original: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) -> Any:
