@@ -1,4 +1,4 @@
-"""Write README's and docs/quality.md's tables of results from the files in results/: `python tools/readme_tables.py`.
+"""Write README's and docs/'s tables of results from the files in results/: `python tools/readme_tables.py`.
 
 A block stands between `<!-- NAME begin -->` and `<!-- NAME end -->`; tests/test_readme.py holds it against the files.
 """
@@ -167,6 +167,127 @@ def quality() -> str:
     return "\n".join(lines)
 
 
+def linear() -> str:
+    """A layer's sets beside their rivals, and the part of a copy's bandwidth that is reached."""
+    result = _result("linear")
+    rows = _by(result, "set", "ways", "T")
+    sets = list(dict.fromkeys(key[:2] for key in rows))
+    names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
+    lines = _head("set", "T", "a copy of the bytes", *names)
+    for name, ways in sets:
+        for T in (1, 16, 64):
+            found = rows[name, ways, T]
+            lines.append(_row(_set(name, ways), T, f"{found['deepdecode']['floor_us']:.1f}", *_times(found, names)))
+    lines += ["", f"{_source(result, 'linear')}", "", "How much of a copy's bandwidth deepdecode reaches, %:", ""]
+    tokens = sorted({T for _, _, T in rows})
+    lines += _head("set", *(f"T = {T}" for T in tokens))
+    for name, ways in sets:
+        parts = [rows[name, ways, T]["deepdecode"]["floor_fraction"] for T in tokens]
+        lines.append(_row(_set(name, ways), *(f"{100 * part:.0f}" for part in parts)))
+    return "\n".join(lines)
+
+
+def indexer() -> str:
+    """Scores and choice together."""
+    result = _result("indexer")
+    names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
+    lines = _head("context", "T", "k", "floor", "times it", *names)
+    for (entries, T, k), found in sorted(_by(result, "entries", "T", "topk").items()):
+        # a table of decode sizes; the file has more
+        if T <= 64:
+            floor = found["deepdecode"]["floor_us"]
+            floors = f"{_us(found['deepdecode']) / floor:.1f}x"
+            lines.append(
+                _row(f"{entries // 256}k" if entries < 1 << 18 else "1M", T, k, f"{floor:.2f}", floors, *_times(found, names))
+            )
+    return "\n".join([*lines, "", _source(result, "indexer")])
+
+
+def mixing() -> str:
+    """Hyper-connections' mixing product, its rivals and their errors."""
+    result = _result("glue")
+    lines = _head("mixing product", *(f"T = {T}" for T in CONCURRENCY), *(f"error at {T}" for T in CONCURRENCY))
+    rows = [row for row in result["rows"] if row["op"] == "mhc_mix"]
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        found = [row for at in CONCURRENCY for row in rows if (row["implementation"], row["T"]) == (name, at)]
+        lines.append(_row(name, *(f"{_us(row):.2f}" for row in found), *(f"{row['rel_err']:.1e}" for row in found)))
+    return "\n".join(lines)
+
+
+def glue() -> str:
+    """The fused ops, and the same of torch ops in a graph."""
+    result = _result("glue")
+    lines = _head("op", *(f"T = {T}" for T in CONCURRENCY), *(f"torch ops, {T}" for T in CONCURRENCY), "error at most")
+    plain = ("op", "implementation", "T", "rel_err", "stored_err", "bytes", "floor_us", "floor_fraction")
+    found: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        if row["op"] != "mhc_mix":
+            given = {key: row[key] for key in row if key not in plain and not key.startswith("us_") and row[key] is not False}
+            keys = [key if value is True else f"{key} {value:g}" for key, value in given.items()]
+            found.setdefault(", ".join([row["op"], *keys]), []).append(row)
+    for name, rows in found.items():
+        times = [f"{_us(row):.1f}" for row in rows], [f"{row['us_composed']:.0f}" for row in rows]
+        lines.append(_row(name, *times[0], *times[1], f"{max(row['rel_err'] for row in rows):.0e}"))
+    return "\n".join([*lines, "", _source(result, "glue")])
+
+
+def moe() -> str:
+    """The experts of a layer."""
+    result = _result("moe")
+    names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
+    lines = _head("rank", "T", "floor", "times it", *names, "error", f"of {names[1]}")
+    for (rank, T), found in sorted(_by(result, "rank", "T").items()):
+        ours = found["deepdecode"]
+        errors = [f"{row['rel_err']:.1e}" for row in (ours, *(found[name] for name in names[1:2] if name in found))]
+        floors = f"{_us(ours) / ours['floor_us']:.2f}x"
+        lines.append(
+            _row(rank, T, f"{ours['floor_us']:.0f}", floors, *_times(found, names), *errors, *[""] * (2 - len(errors)))
+        )
+    return "\n".join([*lines, "", _source(result, "moe")])
+
+
+def _result(name: str) -> dict:
+    return json.loads((ROOT / "results" / "h200" / f"{name}.json").read_text())
+
+
+def _by(result: dict, *keys: str) -> dict[tuple, dict[str, dict]]:
+    """Rows that have a time, by these keys, then by implementation."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in result["rows"]:
+        if "us_warm" in row:
+            found.setdefault(tuple(row[key] for key in keys), {})[row["implementation"]] = row
+    return found
+
+
+def _us(row: dict) -> float:
+    """Past L2; warm where the row has no other time."""
+    return row.get("us_rotated", row["us_warm"])
+
+
+def _times(found: dict[str, dict], names: list[str]) -> list[str]:
+    return [f"{_us(found[name]):.1f}" if name in found else "" for name in names]
+
+
+def _set(name: str, ways: int) -> str:
+    return name if ways == 1 else f"{name}, of {ways} ranks"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _source(result: dict, name: str) -> str:
+    copy = f"a copy runs at {result['copy_bandwidth_tb_s']:.2f} TB/s"
+    return (
+        f"Microseconds on one {result['device']['name']} ({result['date']}, commit {result['commit']}, `{result['command']}`; "
+        f"`results/h200/{name}.json`); {copy}."
+    )
+
+
 def _case(row: dict) -> tuple:
     return tuple(row[key] for key in ("T", "H", "window_keys", "extra_keys", "fmt"))
 
@@ -174,6 +295,9 @@ def _case(row: dict) -> tuple:
 PAGES = {
     README: {"ladder": ladder, "attention": attention, "trace": trace},
     ROOT / "docs" / "quality.md": {"quality": quality},
+    ROOT / "docs" / "linear.md": {"linear": linear, "mixing": mixing, "glue": glue},
+    ROOT / "docs" / "indexer.md": {"indexer": indexer},
+    ROOT / "docs" / "moe.md": {"moe": moe},
 }
 
 
