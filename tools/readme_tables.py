@@ -50,6 +50,45 @@ def attention() -> str:
     return "\n".join(lines)
 
 
+def beside_flash_mla() -> str:
+    """All heads beside FlashMLA, warm and with rows past L2, and each time in which it is ahead."""
+    result = json.loads((ROOT / "results" / "h200" / "attention.json").read_text())
+    rows = [row for row in result["rows"] if row["fmt"] == "fp8_584" and "us_warm" in row]
+    us = {who: {_case(row): row for row in rows if row["implementation"] == who} for who in ("deepdecode", "flash_mla")}
+    lines = ["| heads | warm | FlashMLA | past L2 | FlashMLA |", "|---|---|---|---|---|"]
+    for H in sorted({row["H"] for row in us["flash_mla"].values()}):
+        cells = [
+            " / ".join(f"{us[who][T, H, 128, 512, 'fp8_584'][kind]:.1f}" for T in TOKENS)
+            for kind in ("us_warm", "us_rotated")
+            for who in us
+        ]
+        lines.append(f"| {H} | {' | '.join(cells)} |")
+    ahead = {
+        (case, kind): (us["deepdecode"][case][kind], row[kind])
+        for case, row in us["flash_mla"].items()
+        for kind in ("us_warm", "us_rotated")
+        if us["deepdecode"][case][kind] > row[kind]
+    }
+    cases = sorted({case for case, _ in ahead}, key=lambda case: (case[1], case[2] + case[3], case[0]))
+    lines += [
+        "",
+        f"FlashMLA is ahead in {len(ahead)} of {2 * len(us['flash_mla'])} times, "
+        f"in {len(cases)} of {len(us['flash_mla'])} cells:",
+        "",
+        "| heads | keys | T | warm | FlashMLA | past L2 | FlashMLA |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        T, H, window, extra, _ = case
+        cells = [f"{us[who][case][kind]:.1f}" for kind in ("us_warm", "us_rotated") for who in us]
+        for at, kind in ((1, "us_warm"), (3, "us_rotated")):
+            if (case, kind) in ahead:
+                ours, theirs = ahead[case, kind]
+                cells[at] += f" ({100 * (ours / theirs - 1):.1f} %)"
+        lines.append(f"| {H} | {window} + {extra} | {T} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ladder() -> str:
     """The campaign on a whole decode step; every ratio names what it is over."""
     folder = ROOT / "results" / "h200"
@@ -294,6 +333,7 @@ def _case(row: dict) -> tuple:
 
 PAGES = {
     README: {"ladder": ladder, "attention": attention, "trace": trace},
+    ROOT / "docs" / "attention.md": {"beside FlashMLA": beside_flash_mla},
     ROOT / "docs" / "quality.md": {"quality": quality},
     ROOT / "docs" / "linear.md": {"linear": linear, "mixing": mixing, "glue": glue},
     ROOT / "docs" / "indexer.md": {"indexer": indexer},
