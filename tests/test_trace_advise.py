@@ -71,6 +71,8 @@ def test_underfilled_grid_asks_for_a_split():
     assert "split-attention" in ids(advise(profile(thin), "thin"))
     full = [("attn_mma", "attention", 17.6, {"blocks": 264}), ("moe", "moe", 10.0)]
     assert "tune-attention" in ids(advise(profile(full), "full"))
+    merged = [*thin, ("merge_kernel", "attention", 2.0, {"blocks": 1})]
+    assert "tune-attention" in ids(advise(profile(merged), "split already"))
     per_head = [("decode_attention_per_head", "attention", 57.1, {"blocks": 1024}), ("moe", "moe", 10.0)]
     assert advise(profile(per_head), "per head").choice == "attention-kernel"
     blind = advise(profile(thin, sms=0), "blind")

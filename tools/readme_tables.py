@@ -10,8 +10,16 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TOKENS = (1, 8, 16, 64, 128)
 CONCURRENCY = (1, 16, 64)
-# a run of the kernels that ship, cut short: the table's run is of kernels before them
-LATER = "tp8_4fc698c"
+# a step's parts: categories of the profile, and entries of the table of ops that read and write their bytes
+PARTS = {
+    "experts and router": (("moe",), ("moe", "route")),
+    "products and vocabulary": (("gemm_tc", "gemm_simt"), ("attn_in", "q_proj", "attn_out", "head")),
+    "hyper-connections": (("mhc",), ("mhc_boundary",)),
+    "attention": (("attention",), ("sparse_attn",)),
+    "rotations, rows, compressors, norms": (("glue", "norm", "memory"), ("attn_prepare", "embed")),
+    "indexer and its choice": (("indexer", "topk"), ("index_topk",)),
+    "sampling": (("sampling",), ("sample",)),
+}
 WHO = (
     "deepdecode",
     "deepdecode portable",
@@ -92,7 +100,7 @@ def beside_flash_mla() -> str:
 def ladder() -> str:
     """The campaign on a whole decode step; every ratio names what it is over."""
     folder = ROOT / "results" / "h200"
-    tp8, dp8, later = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8", LATER))
+    tp8, dp8 = (json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8"))
     rungs = tp8["rungs"]
     yardsticks = [name for name in rungs if rungs[name]["yardstick"]]
     head = ["C", "rung", "tokens/s", *(f"over {name}" for name in yardsticks), "attention, ms", "launches", "floors"]
@@ -105,43 +113,76 @@ def ladder() -> str:
             attention = profile["categories"]["attention"]
             over = [_over(tp8, name, other, at) for other in yardsticks]
             cells = [str(at), f"{name}: {rungs[name]['title']}", f"{row['tokens_per_s']:.1f}", *over]
-            cells += [f"{attention['ms']:.2f} ({100 * attention['share']:.0f} %)", f"{profile['launches']:.0f}"]
+            cells += [f"{attention['ms']:.2f} ({100 * attention['share']:.0f} %)", f"{row['graph_launches']}"]
             lines.append("| " + " | ".join([*cells, f"{row['times_floor']:.1f}"]) + " |")
     top = [name for name in dp8["rungs"] if not dp8["rungs"][name]["beside"]][-1]
     named = "; ".join(f"rung {name} mirrors {rungs[name]['yardstick']}" for name in yardsticks)
-    ours = ", ".join(_over(dp8, top, "0", at) for at in CONCURRENCY)
     levels = ", ".join(map(str, CONCURRENCY))
+    ours = ", ".join(_over(dp8, top, "0", at) for at in CONCURRENCY)
+    floors = ", ".join(
+        f"{row['times_floor']:.1f}"
+        for at in CONCURRENCY
+        for row in dp8["rows"]
+        if (row["rung"], row["concurrency"]) == (top, at)
+    )
     first = ", ".join(_over(tp8, "2", yardsticks[0], at) for at in CONCURRENCY)
     lines += [
         "",
-        "`over`: tokens/s over that rung's; `floors`: the step's time over what its bytes take at the measured copy bandwidth.",
+        "`over`: tokens/s over that rung's; `launches`: of a step's graph; `floors`: the step's time over what its bytes take "
+        "at the measured copy bandwidth.",
         "",
         f"One rank of eight (tp8) on one {tp8['device']['name']}, {tp8['layers']} layers, {tp8['context']} tokens of context, "
         f"collectives left out ({tp8['date']}, `{tp8['command']}`); {named}. From rung {yardsticks[0]} to rung 2 it is "
         f"{first} at C = {levels}; the first campaign, on eight RTX PRO 6000 with collectives, saw 1.96x, 2.12x, 2.09x. "
-        f"On the other slice, dp8ep8, rung {top} over rung 0 is {ours}.{_missing(tp8)}",
-        "",
-        _later(later, top),
+        f"On the other slice, dp8ep8, rung {top} over rung 0 is {ours}, at {floors} floors.{_missing(tp8)}",
     ]
     return "\n".join(lines)
 
 
-def _later(result: dict, top: str) -> str:
-    """The top rung of a run that was cut short after the yardstick's first rows."""
-    rows = {(row["rung"], row["concurrency"]): row for row in result["rows"] if "us_warm" in row}
-    yardstick = next(name for name, rung in result["rungs"].items() if rung["yardstick"])
-    found = [rows[top, at] for at in CONCURRENCY]
-    levels = ", ".join(map(str, CONCURRENCY))
-    speeds = ", ".join(f"{row['tokens_per_s']:.1f}" for row in found)
-    floors = ", ".join(f"{row['times_floor']:.1f}" for row in found)
-    launches = ", ".join(str(row["graph_launches"]) for row in found)
-    reached = [at for at in CONCURRENCY if (yardstick, at) in rows]
-    over = " and ".join(_over(result, top, yardstick, at) for at in reached)
-    return (
-        f"Rung {top}, {result['rungs'][top]['title']}, came after this table: {speeds} tokens/s at C = {levels} on tp8, "
-        f"{floors} times the floor, {launches} launches; {over} over rung {yardstick} of the same run at "
-        f"C = {' and '.join(map(str, reached))}, where that run ended (`results/h200/ladder-{LATER}.json`)."
-    )
+def stands() -> str:
+    """The top rung of both slices, beside what was aimed at."""
+    folder = ROOT / "results" / "h200"
+    slices = [json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8")]
+    top = [name for name in slices[0]["rungs"] if not slices[0]["rungs"][name]["beside"]][-1]
+
+    def of(what: str, digits: int, scale: float = 1) -> list[str]:
+        return [" / ".join(f"{_ladder_row(one, top, at)[what] / scale:.{digits}f}" for at in CONCURRENCY) for one in slices]
+
+    lines = [f"| rung {top} at C = 1 / 16 / 64 | tp8 | dp8ep8 | aimed at |", "|---|---|---|---|"]
+    rows = [
+        ("milliseconds a step", of("us_warm", 2, 1000), ""),
+        ("what its bytes take", of("floor_us", 2, 1000), ""),
+        ("how often that is in it", of("times_floor", 2), "3 / 2.4 / 2.2"),
+        ("launches", of("graph_launches", 0), "700"),
+    ]
+    for other, aim in (("0-padded", "12x / 17x / 17x"), ("0", "17x, a prize"), ("4", ""), ("4-engine", ""), ("4-compiled", "")):
+        ratios = [" / ".join(_over(one, top, other, at) or "-" for at in CONCURRENCY) for one in slices]
+        rows.append((f"over rung {other}", [text if "x" in text else "not measured" for text in ratios], aim))
+    lines += [f"| {what} | {' | '.join(cells)} | {aim} |" for what, cells, aim in rows]
+    return "\n".join(lines)
+
+
+def parts() -> str:
+    """The top rung's step by part, each beside what its bytes take."""
+    folder = ROOT / "results" / "h200"
+    slices = {name: json.loads((folder / f"ladder-{name}.json").read_text()) for name in ("tp8", "dp8ep8")}
+    columns = [(name, at) for name in slices for at in CONCURRENCY]
+    lines = ["| part | " + " | ".join(f"{name} C = {at}" for name, at in columns) + " |", "|---|" + "---|" * len(columns)]
+    for part, (categories, entries) in PARTS.items():
+        cells = []
+        for name, at in columns:
+            row = _ladder_row(slices[name], "5", at)
+            ms = sum(row["profile"]["categories"].get(category, {"ms": 0})["ms"] for category in categories)
+            floor = sum(row["bytes_by_entry"][entry] for entry in entries) / row["copy_bandwidth_tb_s"] / 1e9
+            cells.append(f"{ms:.2f} ({floor:.2f})")
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    idle = [f"{_ladder_row(slices[name], '5', at)['profile']['idle_ms']:.2f}" for name, at in columns]
+    return "\n".join([*lines, "| no kernel runs | " + " | ".join(idle) + " |"])
+
+
+def _ladder_row(result: dict, rung: str, at: int) -> dict:
+    [row] = [row for row in result["rows"] if (row["rung"], row["concurrency"]) == (rung, at)]
+    return row
 
 
 def _missing(result: dict) -> str:
@@ -334,6 +375,7 @@ def _case(row: dict) -> tuple:
 PAGES = {
     README: {"ladder": ladder, "attention": attention, "trace": trace},
     ROOT / "docs" / "attention.md": {"beside FlashMLA": beside_flash_mla},
+    ROOT / "docs" / "ladder.md": {"stands": stands, "parts": parts},
     ROOT / "docs" / "quality.md": {"quality": quality},
     ROOT / "docs" / "linear.md": {"linear": linear, "mixing": mixing, "glue": glue},
     ROOT / "docs" / "indexer.md": {"indexer": indexer},

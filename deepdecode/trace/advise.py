@@ -17,6 +17,7 @@ from deepdecode.trace.runs import spread
 SCHEMA = 1  # of Advice as JSON
 IDLE = "idle"
 NOTHING = "nothing"  # a decision to leave things as they are
+SPLIT = ("merge", "combine", "reduce")  # what puts the splits of a kernel together is named so
 DECODE = ("decode", "unknown")  # phases that the catalogue's speed-ups are written for
 SMALLEST = 0.002  # of the step; smaller candidates are not listed
 WAIT_WORDS = (
@@ -241,7 +242,8 @@ def _holds(entry: Entry, book: Catalogue, phase: str, dev: DeviceProfile) -> boo
     if not total or not launches:
         return False
     if entry.when == "underfilled":
-        if not dev.sms:
+        # whose splits are merged already has as many blocks as it was given
+        if not dev.sms or any(word in kernel.name.lower() for kernel in kernels for word in SPLIT):
             return False
         thin = sum(kernel.exclusive_ns for kernel in kernels if kernel.blocks_p50 and kernel.blocks_p50 < dev.sms)
         return thin >= book.underfilled_share * total
