@@ -215,6 +215,6 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung("4", "fused glue", _fused),
     Rung("4-engine", "glue as far fused as an engine's own", _engine, yardstick="how far SGLang fuses its step", beside="4"),
-    Rung("4-compiled", "glue by torch.compile", _compiled, beside="4", asked=True),
+    Rung("4-compiled", "glue by torch.compile", _compiled, {"sample": _GLUE["sample"]}, beside="4", asked=True),
     Rung("5", "experts and products of few tokens", _product),
 )
