@@ -57,7 +57,7 @@ def _widen(x, factor):
         mul.rn.f16x2 $0, x, $3;
         mul.rn.f16x2 $1, y, $3;
         }""",
-        "=r,=r,r,r",
+        "=&r,=&r,r,r",
         [x, factor],
         dtype=(gl.int32, gl.int32),
         is_pure=True,

@@ -57,7 +57,7 @@ def _fp4(words, factors):
         fma.rn.bf16x2 $6, c, $11, n;
         fma.rn.bf16x2 $7, d, $11, n;
         }""",
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
         [words, factors],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=True,
