@@ -1,6 +1,7 @@
 """Speculation: the MTP block proposes one token, the model tells it and its own next one in one step, and keeps what agrees.
 
-The text is the model's own greedy text, whatever the block proposes. A step takes the last token and the proposal, as two
+The text is the model's own greedy text, whatever the block proposes, but for rounding: products of two tokens round differently
+from one token's, which can tip a choice that is as good as even. A step takes the last token and the proposal, as two
 consecutive tokens of the sequence; if the model would have said another, the step was worth one token, else two.
 
 Nothing has to be undone for a proposal that is refused. What it left stands at its own position in every cache: its window

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -259,24 +260,39 @@ def test_float32_on_references_is_no_news(line, said):
     assert not_meant(record) == said
 
 
-def test_what_was_read_is_kept(folder, tmp_path, monkeypatch):
-    """A run that is cut has the rows of the pieces before."""
+def test_what_was_read_is_kept(folder, tmp_path, monkeypatch, capsys):
+    """A run that is cut has the rows of the pieces before, in its file and in its table; an earlier file stays until then."""
     calls = []
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    (tmp_path / "quality.json").write_text("an earlier result")
 
     def cut(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) in (1, 5):
             raise KeyboardInterrupt
         return tell(*args, **kwargs)
 
     monkeypatch.setattr("deepdecode.quality.command.tell", cut)
+    request = Request(checkpoint=folder, tokens=128, contexts="64", device="cpu", out=tmp_path, only="kv bf16")
     with pytest.raises(KeyboardInterrupt):
-        quality_command(Request(checkpoint=folder, tokens=128, contexts="64", device="cpu", out=tmp_path, only="kv bf16"))
+        quality_command(request)
+    assert [each.name for each in tmp_path.iterdir()] == ["quality.json"]
+    assert (tmp_path / "quality.json").read_text() == "an earlier result"
+    assert quality_command(request) == 130
+    shown = capsys.readouterr()
+    assert "63 tokens, 1 of 2 pieces." in shown.out and "interrupted: what follows was measured" in shown.err
     document = json.loads((tmp_path / "quality.json").read_text())
     rows = document["rows"]
     assert document["pieces"] == {"read": 1, "of": 2} and "63 tokens, 1 of 2 pieces." in plain_text(quality_doc(document))
     assert [(row["choice"], row["tokens"]) for row in rows] == [("fp32", 63), ("kv bf16", 63)]
     assert rows[0]["kl_bits"] == 0 < rows[1]["kl_bits"]
+
+
+def test_the_command_of_a_result_can_be_run():
+    request = Request(text=(Path("a b.py"), Path("c.py")), only="kv fp8; index fp4", needles=0)
+    assert shlex.split(request.command) == [
+        *("deepdecode", "quality", "--text", "a b.py", "--text", "c.py", "--only", "kv fp8; index fp4", "--needles", "0")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +301,8 @@ def test_what_was_read_is_kept(folder, tmp_path, monkeypatch):
         (lambda: choose_contexts("1,x", on_gpu=False), "--contexts must be lengths >= 2 with commas between, got 1,x"),
         (lambda: choose("kv fp8; nothing"), "--only must name choices with semicolons between, got 'nothing'"),
         (lambda: choose_device("tpu"), "--device must be cpu.*, got tpu"),
-        (lambda: quality_command(Request(needles=-1)), "--needles must be >= 0, got -1"),
+        (lambda: quality_command(Request(needles=-1)), "--needles must be 0 to 1000, got -1"),
+        (lambda: quality_command(Request(needles=10**8)), "--needles must be 0 to 1000, got 100000000"),
         (lambda: quality_command(Request(tokens=1)), "--tokens must be >= 2, got 1"),
         (lambda: held_out([Path("/nowhere/at/all.py")]), "--text must be a file to read, got /nowhere/at/all.py"),
     ],

@@ -494,3 +494,10 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"model must be a checkpoint that runs, got: "):
         embed(tmp_path / "model", place)
     assert open_checkpoint(place).config == config
+
+
+def test_folders_without_data_or_run(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a folder that data wrote, got no train.npz"):
+        data.load_tokens(tmp_path, "train")
+    with pytest.raises(ValueError, match=r"must be a run's folder, got no log.jsonl"):
+        curve(tmp_path)

@@ -8,6 +8,7 @@ count the distinct tokens before them instead of occurrences; the lowest is inte
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,11 @@ def main() -> None:
     p.add_argument("--order", type=int, default=5)
     p.add_argument("--split", default="test", choices=("valid", "test"))
     args = p.parse_args()
-    train, held_out = load_tokens(args.data, "train"), load_tokens(args.data, args.split)
+    try:
+        train, held_out = load_tokens(args.data, "train"), load_tokens(args.data, args.split)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     model = KneserNey(train.files(), int(train.ids.max()) + 1, args.order)
     bits = model.bits(held_out.files())
     told = len(held_out.ids) - len(held_out.starts)

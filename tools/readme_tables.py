@@ -230,7 +230,7 @@ def quality() -> str:
     lines += [
         "",
         f"fp32 needs {base['bits_per_byte']:.4f} bits per byte. {base['tokens']} tokens{part} on one "
-        f"{result['device']['name']} ({result['date']}, `{result['command']}`; `results/h200/quality.json`).",
+        f"{result['device']['name']} ({result['date']}, `{result['command']}`{_note(result)}; `results/h200/quality.json`).",
     ]
     if result["needles"]:
         lines += ["", "| needles at | entries chosen by | tokens right | whole | bits/token |", "|---|---|---|---|---|"]
@@ -242,7 +242,8 @@ def quality() -> str:
         lines += [
             "",
             f"Drafts: {100 * drafts['acceptance']:.1f} % of the proposals are accepted over {drafts['tokens']} tokens, "
-            f"{drafts['tokens_per_step']:.2f} tokens a step, {text} without.",
+            f"{drafts['tokens_per_step']:.2f} tokens a step beside 1, {text} without ({drafts['texts']} texts in float32 on "
+            f"{'a CPU' if drafts['device'] == 'cpu' else drafts['device']}).",
         ]
     return "\n".join(lines)
 
@@ -366,6 +367,10 @@ def _source(result: dict, name: str) -> str:
         f"Microseconds on one {result['device']['name']} ({result['date']}, commit {result['commit']}, `{result['command']}`; "
         f"`results/h200/{name}.json`); {copy}."
     )
+
+
+def _note(result: dict) -> str:
+    return f": {result['note']}" if "note" in result else ""
 
 
 def _case(row: dict) -> tuple:

@@ -2,9 +2,12 @@
 
 import json
 import logging
+import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -34,6 +37,8 @@ CPU_CONTEXTS, CPU_TOKENS, CPU_DRAFTS = (512, 1024), 1024, 1
 MARGIN = 64
 # tokens that a text goes on for with drafts
 DRAFTED = 48
+# they are made before the first is looked for
+MOST_NEEDLES = 1000
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,16 @@ class Request:
         for name in ("checkpoint", "text", "tokens", "contexts", "only", "needles"):
             value = getattr(self, name)
             if value != getattr(Request, name):
-                words += [f"--{name} {each}" for each in (value if isinstance(value, tuple) else (value,))]
+                words += [f"--{name} {shlex.quote(str(each))}" for each in (value if isinstance(value, tuple) else (value,))]
         return " ".join(words)
 
 
 def quality_command(request: Request) -> int:
-    """Measure and print; 0."""
+    """Measure and print; 0, or 130 after Ctrl-C. What was measured by then is printed and kept either way."""
     device = choose_device(request.device)
     contexts, choices = choose_contexts(request.contexts, on_gpu=device.type == "cuda"), choose(request.only)
-    if request.needles < 0:
-        raise ValueError(f"quality: --needles must be >= 0, got {request.needles}")
+    if not 0 <= request.needles <= MOST_NEEDLES:
+        raise ValueError(f"quality: --needles must be 0 to {MOST_NEEDLES}, got {request.needles}")
     if request.tokens is not None and request.tokens < 2:
         raise ValueError(f"quality: --tokens must be >= 2, got {request.tokens}")
     checkpoint = open_checkpoint(request.checkpoint or EMBEDDED)
@@ -97,11 +102,19 @@ def quality_command(request: Request) -> int:
         if path:
             save(path, document)
 
-    # a folder that cannot be written in is found before anything is measured
-    keep()
+    if path:
+        try_folder(path)
     log.addFilter(not_meant)
+    code = 0
     try:
         measure(request, checkpoint, device, contexts, choices, document, keep)
+    except KeyboardInterrupt:
+        if not document["rows"]:
+            raise
+        # a second Ctrl-C must not lose what is about to be printed
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = 130
+        print("\ninterrupted: what follows was measured until then", file=sys.stderr)
     finally:
         log.removeFilter(not_meant)
     if path:
@@ -117,7 +130,7 @@ def quality_command(request: Request) -> int:
     else:
         show(quality_doc(document), sys.stdout)
         sys.stdout.flush()
-    return 0
+    return code
 
 
 def not_meant(record: logging.LogRecord) -> bool:
@@ -290,12 +303,25 @@ def quality_doc(document: dict[str, Any]) -> Doc:
     return Doc(f"Quality of {document['model']} on {document['device']['name']}", tuple(parts))
 
 
+def try_folder(path: Path) -> None:
+    """Find a folder that cannot be written in before anything is measured; an earlier file stays until then."""
+    with writing(path) as draft:
+        draft.touch()
+        draft.unlink()
+
+
 def save(path: Path, document: dict[str, Any]) -> None:
     """Write the file whole, or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
+    with writing(path) as draft:
         draft.write_text(json.dumps(document, indent=1) + "\n")
         draft.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Where to write what becomes this file; its folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path.with_name(path.name + ".part")
     except OSError as error:
         raise ValueError(f"quality: --out must be a folder to write in, got {path.parent}: {error.strerror}") from None

@@ -133,6 +133,8 @@ def prepare(stdlib: Path, out: Path, vocab: int) -> dict[str, dict[str, int]]:
 
 
 def load_tokens(folder: Path, split: str) -> Tokens:
+    if not (folder / f"{split}.npz").is_file():
+        raise ValueError(f"data: {folder} must be a folder that data wrote, got no {split}.npz")
     with np.load(folder / f"{split}.npz") as found:
         ids, starts, sizes = found["ids"], found["starts"], found["sizes"]
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]

@@ -118,6 +118,8 @@ def embed(model: Path, folder: Path) -> list[Path]:
 
 def curve(folder: Path) -> Path:
     """Draw log.jsonl as curve.png beside it."""
+    if not (folder / "log.jsonl").is_file():
+        raise ValueError(f"curve: {folder} must be a run's folder, got no log.jsonl")
     import matplotlib
 
     matplotlib.use("Agg")
