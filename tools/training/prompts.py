@@ -84,6 +84,8 @@ def _is_python(lines: list[str]) -> bool:
 def complete(model: Path, tokens: int) -> list[str]:
     """What a checkpoint makes of every prompt, greedily, as it runs by default."""
     # the checks above need no model
+    import torch
+
     from deepdecode.checkpoint import load_model, open_checkpoint
     from deepdecode.kvcache import default_format
     from deepdecode.runner import Runner, Sampling
@@ -95,7 +97,13 @@ def complete(model: Path, tokens: int) -> list[str]:
     length = max(map(len, prompts)) + tokens
     runner = Runner(load_model(checkpoint), max_len=length, slots=len(prompts), fmt=default_format(config))
     rows: list[list[int]] = [[] for _ in prompts]
-    for token in runner.generate(prompts, Sampling(tokens, stop_ids=config.eos_ids)):
-        if token.id is not None and token.id not in config.eos_ids:
-            rows[token.row].append(token.id)
+    # products of this size wait for threads more than they gain: 6 s on one thread, minutes on two of a busy machine
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for token in runner.generate(prompts, Sampling(tokens, stop_ids=config.eos_ids)):
+            if token.id is not None and token.id not in config.eos_ids:
+                rows[token.row].append(token.id)
+    finally:
+        torch.set_num_threads(threads)
     return [text.decode(row) for row in rows]
