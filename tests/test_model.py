@@ -117,7 +117,11 @@ def twins(request, tmp_path):
 
 
 def all_cases():
-    return [pytest.param((name, seed), id=f"{name}-{seed}") for name in ORACLES for seed in range(3)]
+    """One seed of each shape at once, two more in the slow stage."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param((name, seed), id=f"{name}-{seed}", marks=slow if seed else ()) for name in ORACLES for seed in range(3)
+    ]
 
 
 def logical(indices, tables, slot, per_page=64):

@@ -9,6 +9,7 @@ from made_traces import ROOT, load_tool, make_traces
 
 bench = load_tool(ROOT / "tools" / "bench_trace.py")
 SMALL_START_S = 0.3  # of processor time: imports and one small profile, on a machine that may be busy with others
+OWN_START_S = 0.2  # what is not numpy's
 
 
 def run(path, repeats):
@@ -59,7 +60,7 @@ def test_importing_the_reader_is_quick_and_loads_no_torch():
     )
     seconds, said = processor_seconds(code, SMALL_START_S)
     assert said == {("[] []",)}
-    # a start with numpy alone takes 0.15 s; where it takes more, because the machine is busy or old, so may we
+    # half of it is numpy's own start: where that takes longer, because the machine is busy or old, so may we
     if seconds >= SMALL_START_S:
         alone, _ = processor_seconds("import numpy")
-        assert seconds < SMALL_START_S * max(1, alone / 0.15), (seconds, alone)
+        assert seconds < alone + max(OWN_START_S, alone), (seconds, alone)
