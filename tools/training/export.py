@@ -19,6 +19,8 @@ from training.weights import to_tensors
 
 # what the embedded model may have
 MOST = 20_000_000
+# of a file of it: what a repository takes without complaint
+SHARD = 7 << 20
 
 
 def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def export(data: Path, folder: Path, model: Path, config: ModelConfig, device: t
         card = Path(scratch) / "README.md"
         card.write_text(card_text(config, recipe, told))
         extra = [data / "tokenizer.json", generation, card]
-        write_checkpoint(model, config, to_tensors(config, run.params), extra_files=extra)
+        write_checkpoint(model, config, to_tensors(config, run.params), shard_bytes=SHARD, extra_files=extra)
     (folder / "result.json").write_text(json.dumps(result(folder, recipe, told, device), indent=1) + "\n")
     return told
 
