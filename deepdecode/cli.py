@@ -127,7 +127,9 @@ def _generate_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     p.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop ids")
     p.add_argument(
-        "--draft", action="store_true", help="greedy text with the checkpoint's MTP block as a draft, one prompt at a time"
+        "--draft",
+        action="store_true",
+        help="the same greedy text with the checkpoint's MTP block as a draft, one prompt at a time",
     )
     p.add_argument("--json", action="store_true", help="one JSON document on stdout at the end, no stream")
 

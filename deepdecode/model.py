@@ -16,6 +16,8 @@ from deepdecode.ops.rope import frequencies
 from deepdecode.ops.table import AttnWeights, HeadWeights, LayerCache, MhcSite, MoeWeights, Ops, Step
 
 Tensor = torch.Tensor
+# the last sublayer's y [T, C], the streams [T, 4, C] that it has yet to be written into, and its post and comb
+Last = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -117,20 +119,33 @@ def run_layers(
     config: ModelConfig,
     *,
     ranks: Collectives = ALONE,
-) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """The layers of `config.compress_ratios`, one after another.
-
-    Returns what `ops.head` takes: the last sublayer's y [T, C], the streams [T, 4, C] that it has yet to be written into, and
-    its post and comb.
-    """
-    y = post = comb = None
+) -> Last:
+    """The layers of `config.compress_ratios`, one after another; what they return is what `ops.head` takes."""
+    last = (None, streams, None, None)
     for i, layer in enumerate(layers):
-        streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
-        y = ranks.all_reduce(attention(x, layer.attn, caches[i], step, ops, config, config.ratio(i)))
-        streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
-        x, tokens = ranks.dispatch(x, step.tokens)
-        ids, expert_weights = ops.route(x, tokens, layer.moe, config)
-        y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config)))
+        last = run_layer(layer, last, caches[i], step, ops, config, config.ratio(i), ranks=ranks)
+    return last
+
+
+def run_layer(
+    layer: LayerWeights,
+    last: Last,
+    cache: LayerCache,
+    step: Step,
+    ops: Ops,
+    config: ModelConfig,
+    ratio: int,
+    *,
+    ranks: Collectives = ALONE,
+) -> Last:
+    """One layer, from what the one before it left; (None, streams, None, None) before the first."""
+    y, streams, post, comb = last
+    streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
+    y = ranks.all_reduce(attention(x, layer.attn, cache, step, ops, config, ratio))
+    streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
+    x, tokens = ranks.dispatch(x, step.tokens)
+    ids, expert_weights = ops.route(x, tokens, layer.moe, config)
+    y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config)))
     return y, streams, post, comb
 
 

@@ -1,8 +1,10 @@
 """Speculation: the MTP block proposes one token, the model tells it and its own next one in one step, and keeps what agrees.
 
-The text is the model's own greedy text, whatever the block proposes, but for rounding: products of two tokens round differently
-from one token's, which can tip a choice that is as good as even. A step takes the last token and the proposal, as two
+The text is the model's own greedy text, whatever the block proposes. A step takes the last token and the proposal, as two
 consecutive tokens of the sequence; if the model would have said another, the step was worth one token, else two.
+
+It is so bit for bit. A product of two tokens rounds differently from one token's, which can tip a choice that is as good as
+even; so each layer takes the two one behind the other, by the very calls that decoding them makes.
 
 Nothing has to be undone for a proposal that is refused. What it left stands at its own position in every cache: its window
 row and its compressor rows are overwritten by the token that is then fed there, before anything reads them, and an entry that
@@ -17,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from deepdecode.kvcache import KVCache
-from deepdecode.model import DraftWeights, run_layers
+from deepdecode.model import DraftWeights, Last, run_layer, run_layers
 from deepdecode.ops.linear import linear
 from deepdecode.ops.mhc import mhc_post
 from deepdecode.ops.norm import rms_norm
-from deepdecode.ops.table import Step
+from deepdecode.ops.table import HeadWeights, Step
 from deepdecode.runner import Runner, Sampling, Token, check_prompts
 
 Tensor = torch.Tensor
@@ -104,21 +106,21 @@ class Speculator:
             ids, fed, drafted = list(prompt), 0, 0
             while True:
                 chunk = ids[fed : fed + runner.prefill_chunk]
-                logits, streams = self._tell(slot, chunk, fed)
+                last = self._feed(slot, chunk, fed)
+                streams = _written(last)
                 fed += len(chunk)
                 if fed == len(prompt):
                     break
                 self._propose(own, streams, ids[drafted + 1 : fed + 1], drafted)
                 drafted = fed
-            new = self._greedy(logits[-1:])
+            new = self._greedy(last, runner.weights.head)
             while True:
                 for token in new:
                     ids.append(token)
                     yield token
                 feed = [ids[-1], *self._propose(own, streams, ids[drafted + 1 : fed + 1], drafted)]
                 drafted = fed
-                logits, streams = self._tell(slot, feed[: runner.max_len - fed], fed)
-                told = self._greedy(logits)
+                told, streams = self._verify(slot, feed[: runner.max_len - fed], fed)
                 agreed = told[0] == feed[1]
                 self.counts.steps += 1
                 self.counts.proposed += 1
@@ -126,13 +128,24 @@ class Speculator:
                 new = told if agreed else told[:1]
                 fed, streams = fed + len(new), streams[: len(new)]
 
-    def _tell(self, slot: int, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-        """Feed consecutive tokens to the model: logits [T, V] and streams [T, 4, C] behind each."""
+    def _feed(self, slot: int, tokens: Sequence[int], start: int) -> Last:
+        """Feed consecutive tokens to the model, all at once."""
         runner, weights, ops = self.runner, self.runner.weights, self.runner.ops
         step = self._step(runner.cache, slot, tokens, start)
         streams = ops.embed(step.tokens, weights.embed, weights.config.hc_mult)
-        last = run_layers(weights.layers, streams, runner.cache.layers, step, ops, weights.config)
-        return ops.head(*last, weights.head, weights.config), _written(last)
+        return run_layers(weights.layers, streams, runner.cache.layers, step, ops, weights.config)
+
+    def _verify(self, slot: int, tokens: Sequence[int], start: int) -> tuple[list[int], Tensor]:
+        """Feed one or two tokens: the id that the model tells after each, and the streams [T, 4, C] behind them."""
+        runner, weights, ops = self.runner, self.runner.weights, self.runner.ops
+        steps = [self._step(runner.cache, slot, [token], start + i, prefill=False) for i, token in enumerate(tokens)]
+        lasts: list[Last] = [(None, ops.embed(s.tokens, weights.embed, weights.config.hc_mult), None, None) for s in steps]
+        for i, (layer, cache) in enumerate(zip(weights.layers, runner.cache.layers, strict=True)):
+            ratio = weights.config.ratio(i)
+            for row, step in enumerate(steps):
+                lasts[row] = run_layer(layer, lasts[row], cache, step, ops, weights.config, ratio)
+        told = [id for last in lasts for id in self._greedy(last, weights.head)]
+        return told, torch.cat([_written(last) for last in lasts])
 
     def _propose(self, slot: int, streams: Tensor, following: Sequence[int], start: int) -> list[int]:
         """Feed the block the streams [T, 4, C] behind consecutive tokens, and the tokens after them; the id it then tells."""
@@ -142,17 +155,20 @@ class Speculator:
         seen = rms_norm(streams, draft.hnorm, config.norm_eps)
         both = linear(told, draft.e_proj)[:, None] + linear(seen, draft.h_proj)
         last = run_layers([draft.layer], both, self.cache.layers, step, ops, config)
-        return self._greedy(ops.head(*(None if t is None else t[-1:] for t in last), draft.head, config))
+        return self._greedy(last, draft.head)
 
-    def _step(self, cache: KVCache, slot: int, tokens: Sequence[int], start: int) -> Step:
+    def _step(self, cache: KVCache, slot: int, tokens: Sequence[int], start: int, *, prefill: bool = True) -> Step:
         cache.reserve(slot, start + len(tokens))
         fed = torch.tensor(tokens, device=self.runner.device)
         positions = torch.arange(start, start + len(tokens), dtype=torch.int32, device=self.runner.device)
-        return cache.step(fed, positions, torch.full_like(positions, slot), prefill=True)
+        return cache.step(fed, positions, torch.full_like(positions, slot), prefill=prefill)
 
-    def _greedy(self, logits: Tensor) -> list[int]:
-        zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return self.runner.ops.sample(logits, zeros.double(), zeros.double() + 1, zeros, zeros).tolist()
+    def _greedy(self, last: Last, head: HeadWeights) -> list[int]:
+        """The id told after the last row, alone in a list."""
+        ops = self.runner.ops
+        logits = ops.head(*(None if t is None else t[-1:] for t in last), head, self.config)
+        zeros = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        return ops.sample(logits, zeros.double(), zeros.double() + 1, zeros, zeros).tolist()
 
 
 @contextmanager
@@ -164,7 +180,7 @@ def _slot(cache: KVCache) -> Iterator[int]:
         cache.release(slot)
 
 
-def _written(last: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]) -> Tensor:
+def _written(last: Last) -> Tensor:
     """The streams once the last sublayer's output stands in them."""
     y, streams, post, comb = last
     return streams if y is None or post is None or comb is None else mhc_post(y, streams, post, comb)
