@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deepdecode.checkpoint import Checkpoint, load_draft, load_model, open_checkpoint
+from deepdecode.checkpoint import Checkpoint, expect_draft, load_draft, load_model, open_checkpoint
 from deepdecode.config import ModelConfig
 from deepdecode.distributed import Rank, join, leave
 from deepdecode.errors import HintedError
@@ -71,12 +71,16 @@ def generate_command(request: Request) -> int:
         if request.checkpoint is None:
             raise HintedError(str(error), "install deepdecode again") from None
         raise
+    if request.draft:
+        expect_draft(checkpoint)
     config = checkpoint.config
     text = Text(folder, config.bos_id)
     prompts = [text.encode(prompt) for prompt in request.prompts]
     stop_ids = () if request.ignore_eos else config.eos_ids
     sampling = Sampling(request.max_new_tokens, request.temperature, request.top_p, request.seed, stop_ids)
-    max_len, slots = _context(request, config, prompts), min(request.batch, len(prompts))
+    # a draft's prompts come one after another
+    slots = 1 if request.draft else min(request.batch, len(prompts))
+    max_len = _context(request, config, prompts)
     fmt = default_format(config) if request.cache == "auto" else request.cache
     cache = plan_cache(config, max_len=max_len, slots=slots, fmt=fmt).total
     place = join(device)
@@ -188,7 +192,8 @@ def _run(
         stats = _stats(clock, runner, loaded, prompts, kernel_runs - kernels_before)
         if speculator:
             counts = speculator.counts
-            stats["draft"] = {"acceptance": round(counts.acceptance, 4), "tokens_per_step": round(counts.tokens_per_step, 3)}
+            rates = (round(counts.acceptance, 4), round(counts.tokens_per_step, 3)) if counts.proposed else (None, None)
+            stats["draft"] = dict(zip(("acceptance", "tokens_per_step"), rates, strict=True))
         _print_rows(request, rows, prompts, finish, stats)
         model = str(checkpoint.path) if request.checkpoint else "embedded tiny model"
         print(_sentence(stats, model, sorted(set(finish))), file=sys.stderr)
@@ -302,6 +307,6 @@ def _sentence(stats: dict[str, object], model: str, ends: list[str]) -> str:
     memory += f"cache {stats['cache_bytes'] / 1e6:.1f} MB"  # pyright: ignore[reportOperatorIssue]
     made = f"{stats['generated_tokens']} generated (ended by {', '.join(ends)})"
     draft = stats.get("draft")
-    if isinstance(draft, dict):
+    if isinstance(draft, dict) and draft["acceptance"] is not None:
         speed += f", drafts accepted {100 * draft['acceptance']:.0f} %, {draft['tokens_per_step']:.2f} tokens a step"
     return f"{model} on {stats['device']}: {stats['prompt_tokens']} prompt tokens, {first}, {made}, {speed}, {memory}; {who}"

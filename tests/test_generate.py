@@ -42,13 +42,17 @@ def test_generate_streams_text(capsys):
 
 def test_drafts_change_no_text(capsys):
     """Speculation with the embedded checkpoint's own block: ids and reasons as without, and what it gave is said."""
-    words = ("def add(a, b):", "one more", "--max-new-tokens", "12")
+    words = ("def add(a, b):", "one more", "--max-new-tokens", "12", "--batch", "1")
     plain, drafted = document(capsys, *words), document(capsys, *words, "--draft")
     assert drafted["rows"] == plain["rows"]
     told = drafted["stats"]["draft"]
     assert "draft" not in plain["stats"] and 0 <= told["acceptance"] <= 1 <= told["tokens_per_step"] <= 2
     assert main(["generate", "x", "--max-new-tokens", "3", "--draft"]) == 0
     assert "tokens a step" in capsys.readouterr().err
+    # one prompt at a time takes one slot; of a single token nothing was proposed
+    caches = [document(capsys, *("a", "b")[:n], "--max-new-tokens", "1", "--draft")["stats"] for n in (1, 2)]
+    assert caches[0]["cache_bytes"] == caches[1]["cache_bytes"]
+    assert caches[0]["draft"] == {"acceptance": None, "tokens_per_step": None}
     assert main(["generate", "x", "--draft", "--temperature", "0.5"]) == 2
     assert "--temperature must be 0 with --draft, got 0.5" in capsys.readouterr().err
 
@@ -285,6 +289,14 @@ def test_a_model_without_flash_heads_takes_a_bf16_cache(capsys, tmp_path):
     assert (default_format(config), default_format(CONFIG)) == ("bf16", "fp8_584")
     # the index keys of an FP8 cache have a width of their own
     assert default_format(dataclasses.replace(CONFIG, index_head_dim=64)) == "bf16"
+
+
+def test_a_draft_that_is_not_there_is_found_before_weights_are_read(capsys, tmp_path, monkeypatch):
+    config = dataclasses.replace(PLAIN, vocab_size=CONFIG.vocab_size)
+    write_checkpoint(tmp_path / "m", config, seeded_tensors(config, 2, quantized=False), extra_files=[TOKENIZER])
+    monkeypatch.setattr("deepdecode.generate.load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
+    assert main(["generate", "a", "--checkpoint", str(tmp_path / "m"), "--draft"]) == 2
+    assert "m must hold an MTP block (mtp.0.*), got none" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch):

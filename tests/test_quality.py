@@ -246,6 +246,25 @@ def test_the_command_measures_what_a_model_can_have(folder, tmp_path, capsys):
     assert f"{rows['kv bf16']['bits_per_byte']:.4f}" in told and "kv fp8: needs head" in told and "the same text" in told
 
 
+def test_what_cannot_be_had_is_left_out(tmp_path, capsys):
+    """A text too short for its needles, and a model without an MTP block: the rest is measured, and the reasons are said."""
+    (tmp_path / "short.py").write_text("def add(a, b):\n    return a + b\n" * 9)
+    write_checkpoint(tmp_path / "m", SMALL, seeded_tensors(SMALL, 3, quantized=False), extra_files=[TOKENIZER])
+    request = Request(
+        checkpoint=tmp_path / "m", text=(tmp_path / "short.py",), contexts="64,1024", needles=2, device="cpu", only="kv bf16",
+        json=True,
+    )  # fmt: skip
+    assert quality_command(request) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["choice"] for row in document["rows"]] == ["fp32", "kv bf16"] and document["rows"][1]["kl_bits"] > 0
+    assert document["needles"] == [] and document["drafts"] is None
+    reasons = document["left_out"]
+    assert list(reasons) == ["needles at 1024", "drafts"]
+    assert reasons["needles at 1024"].endswith("the definition and the text there is, got 960")
+    assert reasons["drafts"].endswith("m must hold an MTP block (mtp.0.*), got none")
+    assert "drafts: load_draft: m must hold" in plain_text(quality_doc(document))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

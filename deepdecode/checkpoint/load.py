@@ -155,6 +155,11 @@ def load_draft(
     )
 
 
+def expect_draft(checkpoint: Checkpoint) -> None:
+    """CheckpointError where `load_draft` would raise it; no weight is read."""
+    _Drafts(checkpoint)
+
+
 class _Drafts:
     """The MTP block's tensors of a checkpoint, as a source; whether it is whole is checked as the backbone was."""
 

@@ -190,6 +190,14 @@ def measure(
     documents = held_out(list(request.text))
     on_gpu = device.type == "cuda"
     texts = pieces(text, documents, max(contexts), request.tokens or (TOKENS if on_gpu else CPU_TOKENS))
+    # nearer than the window nothing is asked of the indexer
+    far = [context for context in contexts if context - MARGIN > config.window] if request.needles else []
+    hay, short_of = {}, {}
+    for context in far:
+        try:
+            hay[context] = needles(text, documents, context - MARGIN, request.needles, seed=context)
+        except ValueError as error:
+            short_of[f"needles at {context}"] = str(error).removeprefix("quality: ")
     loaded: dict[torch.dtype, ModelWeights] = {}
 
     def weights(choice: Choice) -> ModelWeights:
@@ -198,7 +206,7 @@ def measure(
         return loaded[choice.dtype]
 
     able = [choice for choice in choices if choice.needs(config) is None]
-    document["left_out"] = {choice.name: choice.needs(config) for choice in choices if choice not in able}
+    document["left_out"] = {choice.name: choice.needs(config) for choice in choices if choice not in able} | short_of
     losses = {choice.name: Loss(contexts) for choice in (BASE, *able)}
     seconds = dict.fromkeys(losses, 0.0)
     bar, done = Progress("readings of a piece"), 0
@@ -224,14 +232,10 @@ def measure(
         ]
         keep()
     bar.end()
-    for context in contexts if request.needles else ():
-        # nearer than the window nothing is asked of the indexer
-        if context - MARGIN <= config.window:
-            continue
-        hay = needles(text, documents, context - MARGIN, request.needles, seed=context)
+    for context in hay:
         bar = Progress(f"needles at {context}")
         for name, seed in (("indexer", None), ("random entries", 1)):
-            found = find(weights(BASE), BASE, hay, seed)
+            found = find(weights(BASE), BASE, hay[context], seed)
             document["needles"].append({"context": context, "choice": name, **found})
         bar.end()
         keep()
@@ -242,7 +246,9 @@ def measure(
         loaded[BASE.dtype] = load_model(checkpoint, device="cpu", dtype=BASE.dtype)
     try:
         draft = load_draft(checkpoint, weights(BASE), dtype=BASE.dtype)
-    except CheckpointError:
+    except CheckpointError as error:
+        document["left_out"]["drafts"] = str(error)
+        keep()
         return
     short = pieces(text, documents, 256, 256 * (DRAFTS if on_gpu else CPU_DRAFTS))
     told = speculation(weights(BASE), draft, BASE, short, DRAFTED)
