@@ -143,9 +143,10 @@ def run_layer(
     streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.attn_hc, layer.attn_norm, config)
     y = ranks.all_reduce(attention(x, layer.attn, cache, step, ops, config, ratio))
     streams, x, post, comb = ops.mhc_boundary(y, streams, post, comb, layer.ffn_hc, layer.ffn_norm, config)
+    own = len(x)
     x, tokens = ranks.dispatch(x, step.tokens)
     ids, expert_weights = ops.route(x, tokens, layer.moe, config)
-    y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config)))
+    y = ranks.all_reduce(ranks.combine(ops.moe(x, ids, expert_weights, layer.moe, config, own)))
     return y, streams, post, comb
 
 

@@ -1,7 +1,8 @@
 """One rank of an 8-GPU model on one GPU: real shapes, seeded weights and caches, one decode step as a CUDA graph.
 
 tp8: 8 of 64 heads and an eighth of every expert; every rank sees all sequences. dp8ep8: all heads, 32 of 256 experts; a rank
-attends an eighth of the sequences, and its experts see the rows of all ranks, of which those of the other ranks are seeded.
+attends an eighth of the sequences, and its experts see the rows of all ranks, of which those of the other ranks are seeded; the
+shared expert, which every rank has, sees its own.
 Collectives are left out. Sizes are the config's, so a small model makes a small slice, also on a CPU.
 """
 

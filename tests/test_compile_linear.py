@@ -58,11 +58,13 @@ def streams() -> dict[tuple[bool, object], moe_plan.Case]:
     found = {}
     for T in TOKENS:
         for E, I in RANKS:
-            case = moe_plan.Case(T, 6, E, 4096, I, I)
-            config = moe_plan.plan_stream(case, find_card("H200"))
-            if config is not None:
-                for gated in (True, False):
-                    found.setdefault((gated, I, config), case)
+            # the shared expert of all tokens, or of an eighth of them
+            for rows in (None, -(-T // 8)):
+                case = moe_plan.Case(T, 6, E, 4096, I, I, shared_rows=rows)
+                config = moe_plan.plan_stream(case, find_card("H200"))
+                if config is not None:
+                    for gated in (True, False):
+                        found.setdefault((gated, I, config), case)
     return found
 
 

@@ -1,6 +1,7 @@
 """Experts token by token in float64, the clamp's corners, ids that are nobody's, and stored against dequantised weights."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -169,6 +170,19 @@ def test_ranks_add_up_to_the_whole():
     assert rel_err(total, moe(x, ids, weights, w, LIMIT)) < 1e-13
 
 
+def test_ranks_with_tokens_of_their_own_add_up_to_the_whole():
+    """Each of two ranks has the shared expert whole, for its own tokens, which come first there."""
+    w, (ids, weights) = experts(8, 64, 32), routed(9, 8, 3)
+    x = torch.randn(9, 64, dtype=torch.float64)
+    total = torch.zeros_like(x)
+    for rank, own in ((0, list(range(4))), (1, list(range(4, 9)))):
+        rows = [*own, *(t for t in range(9) if t not in own)]
+        part = replace(w, w13=w.w13[4 * rank : 4 * rank + 4], w2=w.w2[4 * rank : 4 * rank + 4], first_expert=4 * rank)
+        total[rows] += moe(x[rows], ids[rows], weights[rows], part, LIMIT, shared_rows=len(own))
+    assert rel_err(total, moe(x, ids, weights, w, LIMIT)) < 1e-13
+    assert not moe(x, ids * 0 - 1, weights, w, LIMIT, shared_rows=0).any()
+
+
 def test_the_routing_weight_is_linear_and_the_shared_expert_has_none():
     """The shared expert is always added, however the ids were chosen."""
     w, (ids, weights) = experts(4, 64, 32), routed(3, 4, 2)
@@ -251,6 +265,7 @@ def replaced(name, weight):
         ),
         (lambda x, i, g, w: moe(x, i, g, replaced("shared2", w.shared13), LIMIT), r"moe: shared2 must be \[64, 32\], got"),
         (lambda x, i, g, w: moe(x, i, g, replaced("first_expert", -3), LIMIT), r"moe: first_expert must be >= 0, got -3"),
+        (lambda x, i, g, w: moe(x, i, g, w, LIMIT, 4), r"moe: shared_rows must be in \[0, 3\], got 4"),
     ],
 )
 def test_rejects(call, message):

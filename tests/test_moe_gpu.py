@@ -111,6 +111,18 @@ def test_scales_far_from_one(power):
     assert rel_err(moe(x, ids, weights, w, 1e30), want) < MAX_ERR
 
 
+@pytest.mark.parametrize("shared_rows", [0, 1, 5, 8, 40])
+def test_the_shared_expert_of_some_rows(shared_rows):
+    w = random_experts(32, 1024, 512, 512, first=96, device="cuda")
+    for T in (40, 300):
+        x, (ids, weights) = inputs(T, 1024), random_routes(T, 256, 6, device="cuda")
+        got = moe(x, ids, weights, w, LIMIT, shared_rows)
+        want = moe_ref(x.double(), ids, weights.double(), w, LIMIT, shared_rows)
+        assert rel_err(got, want) < MAX_ERR
+        nobody = torch.full_like(ids, -1)
+        assert not moe(x, nobody, weights, w, LIMIT, shared_rows)[shared_rows:].any()
+
+
 def test_hostile_routes():
     w = random_experts(16, 256, 128, 128, first=4, device="cuda")
     for T in (1, 2, 40):

@@ -64,6 +64,16 @@ def test_interpreted_matches_reference(kind, shared, T, E, k, C, I, shared_I):
     check(8 * torch.randn(T, C), *random_routes(T, E + 3, k), w)
 
 
+@pytest.mark.parametrize("shared_rows", [0, 3, 8])
+def test_the_shared_expert_of_some_rows(shared_rows):
+    w = random_experts(5, 64, 32, 32, first=2)
+    x, (ids, weights) = torch.randn(9, 64), random_routes(9, 7, 2)
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    out = torch.empty_like(x)
+    kernel.launch(x, ids, weights, *stored, w.w13.kind, w.shared13.kind, 2, LIMIT, out, SMALL, shared_rows)
+    assert rel_err(out, moe_ref(x.double(), ids, weights.double(), w, LIMIT, shared_rows)) < FP32_STEP
+
+
 @pytest.mark.slow
 def test_programs_may_take_several_tiles_of_rows():
     w = random_experts(5, 160, 96, 64, first=2)
@@ -168,6 +178,8 @@ def test_streams_where_their_tiles_divide_the_experts():
                 # slices have steps of their own to be slices of
                 assert stage.slices == 1 or steps > 1
                 assert all(count % (16 * each * stage.warps) == 0 for count in rows)
+    # an eighth of the tokens meet the shared expert: no more than a product has columns
+    assert plan_stream(Case(64, 6, 32, 4096, 2048, 2048, shared_rows=8), h200).shared_t == 8
     # more tokens of an expert than four, most of the time
     assert plan_stream(Case(256, 6, 256, 4096, 256, 256), h200).block_t == 8
     # rows of their own for the warps where every program has several tiles, else slices

@@ -38,7 +38,7 @@ CHECKED_TOKENS = 8
 
 @dataclass(frozen=True)
 class Rank:
-    """experts first .. first + E - 1 of `experts`, of this width, and the shared one."""
+    """experts first .. first + E - 1 of `experts`, of this width, the shared one, for its own of all `ranks`' tokens."""
 
     name: str
     E: int
@@ -46,10 +46,14 @@ class Rank:
     shared: int
     first: int = 0
     experts: int = 256
+    ranks: int = 1
+
+    def own(self, T: int) -> int:
+        return -(-T // self.ranks)
 
 
 # V4-Flash whole; a rank of 8 that has an eighth of every expert; one that has 32 whole ones, and 8 ranks' tokens
-RANKS = (Rank("tp1", 256, 2048, 2048), Rank("tp8", 256, 256, 256), Rank("ep8", 32, 2048, 2048, 96))
+RANKS = (Rank("tp1", 256, 2048, 2048), Rank("tp8", 256, 256, 256), Rank("ep8", 32, 2048, 2048, 96, ranks=8))
 
 Routes = tuple[torch.Tensor, torch.Tensor]
 Runner = Callable[[torch.Tensor, Routes, MoeWeights, Rank], Callable[[], torch.Tensor]]
@@ -57,7 +61,7 @@ Runner = Callable[[torch.Tensor, Routes, MoeWeights, Rank], Callable[[], torch.T
 
 
 def ours(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Callable[[], torch.Tensor]:
-    return lambda: moe(x, *routes, w, LIMIT)
+    return lambda: moe(x, *routes, w, LIMIT, rank.own(len(x)))
 
 
 def grouped(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Callable[[], torch.Tensor]:
@@ -66,7 +70,7 @@ def grouped(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Calla
         raise Missing("torch.nn.functional.grouped_mm")
     ids, weights = routes
     w13, w2, shared13, shared2 = copies_of(rank)
-    E, top_k = w.w13.shape[0], ids.shape[1]
+    E, top_k, own = w.w13.shape[0], ids.shape[1], rank.own(len(x))
     ends = torch.arange(1, E + 1, device=x.device)
 
     def call() -> torch.Tensor:
@@ -78,8 +82,8 @@ def grouped(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank) -> Calla
         token, weight = order // top_k, weights.flatten()[order, None].bfloat16()
         gate, up = F.grouped_mm(x[token], w13.mT, offs=offs).chunk(2, dim=-1)
         pairs = F.grouped_mm(swiglu_ref(gate, up, LIMIT) * weight, w2.mT, offs=offs)
-        gate, up = (x @ shared13.mT).chunk(2, dim=-1)
-        y = swiglu_ref(gate, up, LIMIT) @ shared2.mT
+        gate, up = (x[:own] @ shared13.mT).chunk(2, dim=-1)
+        y = F.pad(swiglu_ref(gate, up, LIMIT) @ shared2.mT, (0, 0, 0, len(x) - own))
         # rows behind the last group were not written
         return y.index_add_(0, token, torch.where(expert[:, None] < E, pairs, 0))
 
@@ -92,10 +96,11 @@ def widened_each_time(x: torch.Tensor, routes: Routes, w: MoeWeights, rank: Rank
     local = ids.long() - w.first_expert
     hit = [(e, *(local == e).nonzero(as_tuple=True)) for e in local[(local >= 0) & (local < w.w13.shape[0])].unique().tolist()]
     rows = [weights[at, lane, None].bfloat16() for _, at, lane in hit]
+    own = rank.own(len(x))
 
     def call() -> torch.Tensor:
-        gate, up = (x @ dequantize(w.shared13).bfloat16().mT).chunk(2, dim=-1)
-        y = swiglu_ref(gate, up, LIMIT) @ dequantize(w.shared2).bfloat16().mT
+        gate, up = (x[:own] @ dequantize(w.shared13).bfloat16().mT).chunk(2, dim=-1)
+        y = F.pad(swiglu_ref(gate, up, LIMIT) @ dequantize(w.shared2).bfloat16().mT, (0, 0, 0, len(x) - own))
         for (e, at, _), weight in zip(hit, rows, strict=True):
             gate, up = (x[at] @ dequantize(w.w13[e]).bfloat16().mT).chunk(2, dim=-1)
             y.index_add_(0, at, (swiglu_ref(gate, up, LIMIT) * weight) @ dequantize(w.w2[e]).bfloat16().mT)
@@ -130,8 +135,9 @@ def copies_of(rank: Rank) -> tuple[torch.Tensor, ...]:
 def wanted(rank: Rank, T: int) -> torch.Tensor:
     """float64, of the first tokens of the first route: every implementation is checked against the same."""
     x, n = tokens_of(T), CHECKED_TOKENS
+    own = min(rank.own(T), T, n)
     ids, weights = random_routes(T, rank.experts, TOP_K, device=cells.DEVICE, seed=0)
-    return moe_ref(x[:n].double(), ids[:n], weights[:n].double(), weights_of(rank), LIMIT)
+    return moe_ref(x[:n].double(), ids[:n], weights[:n].double(), weights_of(rank), LIMIT, own)
 
 
 def tokens_of(T: int) -> torch.Tensor:
@@ -163,22 +169,23 @@ def work(rank: Rank, T: int, name: str) -> Work:
     pairs = sum(len(_here(ids, rank)) for ids, _ in routes) / count
     nbytes = int(hit * each) + shared + 2 * x.nbytes
     bound = MAX_RIVAL if name != "deepdecode" else MAX_ERR if T > 1 else MAX_ROW_ERR
-    return Work(calls, check, ("rel_err", bound), nbytes, int(6 * C * (pairs * rank.width + T * rank.shared)))
+    return Work(calls, check, ("rel_err", bound), nbytes, int(6 * C * (pairs * rank.width + rank.own(T) * rank.shared)))
 
 
 def jobs(peers: bool) -> Iterator[Cell]:
-    """Ours and the rival that takes no longer, then the slow one, three times each: a run may be cut off."""
-    fast = [name for name in IMPLEMENTATIONS if name != SLOW]
-    for names in (fast, [SLOW]):
-        for T in TOKENS:
+    """Ours where rivals are, the rival that takes no longer, ours elsewhere, the slow one: a run may be cut off."""
+    among, elsewhere = ([T for T in TOKENS if (T in PEER_TOKENS) is wanted] for wanted in (True, False))
+    rivals = [name for name in IMPLEMENTATIONS if name not in ("deepdecode", SLOW)]
+    rounds = [("deepdecode", among), *((name, among) for name in rivals), ("deepdecode", elsewhere), (SLOW, among)]
+    for name, sizes in rounds:
+        if name != "deepdecode" and not peers:
+            continue
+        for T in sizes:
             for rank in RANKS:
                 keys = {"rank": rank.name, "experts": rank.E, "top_k": TOP_K, "width": rank.width, "shared": rank.shared}
-                for name in names:
-                    if name != "deepdecode" and not (peers and T in PEER_TOKENS):
-                        continue
-                    row: dict[str, Any] = {"op": "moe", "implementation": name, "T": T, **keys}
-                    limit_s = 0.01 if name == SLOW else 0.06
-                    yield Cell(row, lambda rank=rank, T=T, name=name: work(rank, T, name), limit_s=limit_s)
+                row: dict[str, Any] = {"op": "moe", "implementation": name, "T": T, **keys}
+                limit_s = 0.01 if name == SLOW else 0.06
+                yield Cell(row, lambda rank=rank, T=T, name=name: work(rank, T, name), limit_s=limit_s)
 
 
 def say(row: dict[str, Any]) -> str:

@@ -115,7 +115,7 @@ def _swiglu(acc, limit, M: tl.constexpr, T: tl.constexpr):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "top_k", "first", "E", "shared_jobs"])
 def w13_kernel(
     x_ptr,
     ids_ptr,
@@ -127,7 +127,7 @@ def w13_kernel(
     h_ptr,
     shared_h_ptr,
     limit,
-    T,
+    shared_rows,
     pairs,
     top_k,
     first,
@@ -158,7 +158,7 @@ def w13_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """h [pairs, I] and shared_h [T, SHARED_I]."""
+    """h [pairs, I] and shared_h [shared_rows, SHARED_I]."""
     M: tl.constexpr = 2 * BLOCK_I
     m = tl.arange(0, M)
     i = tl.program_id(0) * BLOCK_I + m // 16 * 8 + m % 8
@@ -172,7 +172,7 @@ def w13_kernel(
             t = job * SHARED_T + tl.arange(0, SHARED_T)
             acc = product(
                 x_ptr + t.to(tl.int64) * stride_x,
-                t < T,
+                t < shared_rows,
                 w_row,
                 scale_row,
                 K,
@@ -186,7 +186,7 @@ def w13_kernel(
             )
             h = _swiglu(acc, limit, M, SHARED_T)
             at = shared_h_ptr + (t.to(tl.int64) * SHARED_I)[None, :] + out_i[:, None]
-            tl.store(at, h.to(shared_h_ptr.dtype.element_ty), mask=(out_i < SHARED_I)[:, None] & (t < T)[None, :])
+            tl.store(at, h.to(shared_h_ptr.dtype.element_ty), mask=(out_i < SHARED_I)[:, None] & (t < shared_rows)[None, :])
     elif tl.program_id(0) * BLOCK_I < I:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
@@ -221,7 +221,7 @@ def w13_kernel(
                 tl.store(at, h.to(h_ptr.dtype.element_ty), mask=(out_i < I)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "pairs", "first", "E", "shared_jobs"])
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "first", "E", "shared_jobs"])
 def w2_kernel(
     h_ptr,
     shared_h_ptr,
@@ -231,7 +231,7 @@ def w2_kernel(
     shared_ptr,
     shared_scale_ptr,
     y_ptr,
-    T,
+    shared_rows,
     pairs,
     first,
     E,
@@ -262,7 +262,7 @@ def w2_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's. A program takes TURNS tiles of rows."""
+    """y float32 [pairs + shared_rows, C]: the pairs' outputs, then the shared expert's. A program takes TURNS tiles of rows."""
     tile = tl.program_id(0) * TURNS
     job = tl.program_id(1)
     if job < shared_jobs:
@@ -273,7 +273,7 @@ def w2_kernel(
             w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
             acc = product(
                 shared_h_ptr + t.to(tl.int64) * SHARED_I,
-                t < T,
+                t < shared_rows,
                 w_row,
                 scale_row,
                 SHARED_I,
@@ -286,7 +286,7 @@ def w2_kernel(
                 INTERPRET,
             )
             at = y_ptr + ((pairs + t).to(tl.int64) * C)[None, :] + m[:, None]
-            tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
+            tl.store(at, acc, mask=(m < C)[:, None] & (t < shared_rows)[None, :])
     else:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
@@ -317,11 +317,11 @@ def w2_kernel(
                     tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs", "top_k", "first", "E"])
-def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "top_k", "first", "E"])
+def combine_kernel(y_ptr, ids_ptr, out_ptr, shared_rows, pairs, top_k, first, E, C, BLOCK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
+    total = tl.load(y_ptr + (pairs + t) * C + c, mask=(t < shared_rows) & (c < C), other=0.0)
     for n in range(top_k):
         pair = t * top_k + n
         expert = tl.load(ids_ptr + pair).to(tl.int64) - first
@@ -356,21 +356,23 @@ def launch(
     limit: float,
     out: torch.Tensor,
     config: Config,
+    shared_rows: int | None = None,
 ) -> None:
     """Fill out [T, C], T > 0. ids and weights are contiguous."""
     T, C = x.shape
     top_k = ids.shape[1]
     pairs = T * top_k
     E, I, shared_I = w13.shape[0], w13.shape[1] // 2, shared13.shape[0] // 2
+    shared_rows = T if shared_rows is None else shared_rows
     by_pair = pairs < E
     slots = min(pairs, E)
     h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
-    shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
+    shared_h = torch.empty(shared_rows, shared_I, dtype=x.dtype, device=x.device)
     # without a scale, any pointer will do
     codes = [bits(w) for w in (w13, w2, shared13, shared2)]
     scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
     e8m0 = [s.dtype == torch.uint8 for s in scales]
-    shared_jobs = triton.cdiv(T, config.shared_t)
+    shared_jobs = triton.cdiv(shared_rows, config.shared_t)
     even13 = C % (config.w13.slices * config.w13.block_k) == 0
     even2, shared_even2 = (width % (config.w2.slices * config.w2.block_k) == 0 for width in (I, shared_I))
     common = {
@@ -393,7 +395,7 @@ def launch(
         h,
         shared_h,
         limit,
-        T,
+        shared_rows,
         pairs,
         top_k,
         first_expert,
@@ -416,7 +418,7 @@ def launch(
         **_tile(config.w13),
         **common,
     )
-    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
+    y = torch.empty(pairs + shared_rows, C, dtype=torch.float32, device=x.device)
     w2_kernel[triton.cdiv(C, config.w2.rows * config.w2_turns), shared_jobs + slots](
         h,
         shared_h,
@@ -426,7 +428,7 @@ def launch(
         codes[3],
         scales[3],
         y,
-        T,
+        shared_rows,
         pairs,
         first_expert,
         E,
@@ -449,13 +451,17 @@ def launch(
         **_tile(config.w2),
         **common,
     )
-    combine_kernel[T, triton.cdiv(C, 1024)](y, ids, out, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4)
+    combine_kernel[T, triton.cdiv(C, 1024)](
+        y, ids, out, shared_rows, pairs, top_k, first_expert, E, C, BLOCK=1024, num_warps=4
+    )  # fmt: skip
 
 
-def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: MoeWeights, config: ModelConfig) -> Tensor:
+def moe(
+    x: Tensor, ids: Tensor, expert_weights: Tensor, weights: MoeWeights, config: ModelConfig, shared_rows: int | None = None
+) -> Tensor:
     """As the reference of this name; off the GPU, that itself."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
-        return reference.moe(x, ids, expert_weights, weights, config)
+        return reference.moe(x, ids, expert_weights, weights, config, shared_rows)
     pairs, I = ids.numel(), weights.w13.shape[1] // 2
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
     out = x.new_empty(x.shape)
@@ -463,6 +469,6 @@ def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: MoeWeights, con
         x, ids, expert_weights, weights.w13.data, weights.w13.scale, weights.w2.data, weights.w2.scale,
         weights.shared13.data, weights.shared13.scale, weights.shared2.data, weights.shared2.scale,
         weights.w13.kind, weights.shared13.kind, weights.first_expert, config.swiglu_limit, out,
-        plan(pairs, len(x), weights.w13.shape[0], I, sms),
+        plan(pairs, len(x) if shared_rows is None else shared_rows, weights.w13.shape[0], I, sms), shared_rows,
     )  # fmt: skip
     return out

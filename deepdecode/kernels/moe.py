@@ -76,7 +76,7 @@ def _swiglu(acc, limit, M: tl.constexpr, T: tl.constexpr):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "top_k", "first", "E", "shared_jobs"])
 def w13_kernel(
     x_ptr,
     ids_ptr,
@@ -88,7 +88,7 @@ def w13_kernel(
     h_ptr,
     shared_h_ptr,
     limit,
-    T,
+    shared_rows,
     pairs,
     top_k,
     first,
@@ -119,7 +119,7 @@ def w13_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """h [pairs, I] and shared_h [T, SHARED_I]."""
+    """h [pairs, I] and shared_h [shared_rows, SHARED_I]."""
     M: tl.constexpr = 2 * BLOCK_I
     m = tl.arange(0, M)
     i = tl.program_id(0) * BLOCK_I + m // 16 * 8 + m % 8
@@ -133,7 +133,7 @@ def w13_kernel(
             t = job * SHARED_T + tl.arange(0, SHARED_T)
             acc = product(
                 x_ptr + t.to(tl.int64) * stride_x,
-                t < T,
+                t < shared_rows,
                 w_row,
                 scale_row,
                 K,
@@ -147,7 +147,7 @@ def w13_kernel(
             )
             h = _swiglu(acc, limit, M, SHARED_T)
             at = shared_h_ptr + (t.to(tl.int64) * SHARED_I)[None, :] + out_i[:, None]
-            tl.store(at, h.to(shared_h_ptr.dtype.element_ty), mask=(out_i < SHARED_I)[:, None] & (t < T)[None, :])
+            tl.store(at, h.to(shared_h_ptr.dtype.element_ty), mask=(out_i < SHARED_I)[:, None] & (t < shared_rows)[None, :])
     elif tl.program_id(0) * BLOCK_I < I:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
@@ -182,7 +182,7 @@ def w13_kernel(
                 tl.store(at, h.to(h_ptr.dtype.element_ty), mask=(out_i < I)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "pairs", "first", "E", "shared_jobs"])
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "first", "E", "shared_jobs"])
 def w2_kernel(
     h_ptr,
     shared_h_ptr,
@@ -192,7 +192,7 @@ def w2_kernel(
     shared_ptr,
     shared_scale_ptr,
     y_ptr,
-    T,
+    shared_rows,
     pairs,
     first,
     E,
@@ -223,7 +223,7 @@ def w2_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """y float32 [pairs + T, C]: the pairs' outputs, and then the shared expert's. A program takes TURNS tiles of rows."""
+    """y float32 [pairs + shared_rows, C]: the pairs' outputs, then the shared expert's. A program takes TURNS tiles of rows."""
     tile = tl.program_id(0) * TURNS
     job = tl.program_id(1)
     if job < shared_jobs:
@@ -234,7 +234,7 @@ def w2_kernel(
             w_row, scale_row = rows_of(shared_ptr, shared_scale_ptr, row, stride_shared, stride_shared_scale, SHARED_KIND)
             acc = product(
                 shared_h_ptr + t.to(tl.int64) * SHARED_I,
-                t < T,
+                t < shared_rows,
                 w_row,
                 scale_row,
                 SHARED_I,
@@ -247,7 +247,7 @@ def w2_kernel(
                 INTERPRET,
             )
             at = y_ptr + ((pairs + t).to(tl.int64) * C)[None, :] + m[:, None]
-            tl.store(at, acc, mask=(m < C)[:, None] & (t < T)[None, :])
+            tl.store(at, acc, mask=(m < C)[:, None] & (t < shared_rows)[None, :])
     else:
         expert, count = _slot(ids_ptr, job - shared_jobs, pairs, first, E, BY_PAIR, CHUNK)
         if count > 0:
@@ -278,28 +278,35 @@ def w2_kernel(
                     tl.store(at, acc, mask=(m < C)[:, None] & live[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs", "first", "E"])
-def combine_kernel(y_ptr, ids_ptr, out_ptr, pairs, first, E, C, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["shared_rows", "pairs", "first", "E"])
+def combine_kernel(
+    y_ptr, ids_ptr, out_ptr, shared_rows, pairs, first, E, C, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # the ids were there when w13's launch let w2's begin, which let this one begin
+    here = ()
+    for n in tl.static_range(TOP):
+        expert = tl.load(ids_ptr + t * TOP + n).to(tl.int64) - first
+        more = ((expert >= 0) & (expert < E),)
+        here = here + more
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.load(y_ptr + (pairs + t) * C + c, mask=c < C, other=0.0)
+    total = tl.load(y_ptr + (pairs + t) * C + c, mask=(t < shared_rows) & (c < C), other=0.0)
     # unrolled, so that all loads are under way at once
     for n in tl.static_range(TOP):
-        pair = t * TOP + n
-        expert = tl.load(ids_ptr + pair).to(tl.int64) - first
-        here = (expert >= 0) & (expert < E)
-        total += tl.load(y_ptr + pair * C + c, mask=here & (c < C), other=0.0)
+        total += tl.load(y_ptr + (t * TOP + n) * C + c, mask=here[n] & (c < C), other=0.0)
     tl.store(out_ptr + t * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
-def combine(y: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, first_expert: int, E: int, pdl: bool) -> None:
-    """out [T, C] from y float32 [pairs + T, C]."""
+def combine(
+    y: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, shared_rows: int, first_expert: int, E: int, pdl: bool
+) -> None:
+    """out [T, C] from y float32 [pairs + shared_rows, C]."""
     T, C = out.shape
     combine_kernel[T, triton.cdiv(C, 1024)](
-        y, ids, out, ids.numel(), first_expert, E, C, TOP=ids.shape[1], BLOCK=1024, PDL=pdl, num_warps=4,
+        y, ids, out, shared_rows, ids.numel(), first_expert, E, C, TOP=ids.shape[1], BLOCK=1024, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
@@ -330,21 +337,23 @@ def launch(
     limit: float,
     out: torch.Tensor,
     config: Config,
+    shared_rows: int | None = None,
 ) -> None:
     """Fill out [T, C]; `deepdecode.ops.moe` has checked the arguments, and T > 0. ids and weights are contiguous."""
     T, C = x.shape
     top_k = ids.shape[1]
     pairs = T * top_k
     E, I, shared_I = w13.shape[0], w13.shape[1] // 2, shared13.shape[0] // 2
+    shared_rows = T if shared_rows is None else shared_rows
     by_pair = pairs < E
     slots = min(pairs, E)
     h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
-    shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
+    shared_h = torch.empty(shared_rows, shared_I, dtype=x.dtype, device=x.device)
     # without a scale, any pointer will do
     codes = [bits(w) for w in (w13, w2, shared13, shared2)]
     scales = [w if s is None else bits(s) for s, w in zip((scale13, scale2, shared_scale13, shared_scale2), codes, strict=True)]
     e8m0 = [s.dtype == torch.uint8 for s in scales]
-    shared_jobs = triton.cdiv(T, config.shared_t)
+    shared_jobs = triton.cdiv(shared_rows, config.shared_t)
     even13 = C % (config.w13.slices * config.w13.block_k) == 0
     even2, shared_even2 = (width % (config.w2.slices * config.w2.block_k) == 0 for width in (I, shared_I))
     common = {
@@ -367,7 +376,7 @@ def launch(
         h,
         shared_h,
         limit,
-        T,
+        shared_rows,
         pairs,
         top_k,
         first_expert,
@@ -390,7 +399,7 @@ def launch(
         **_tile(config.w13),
         **common,
     )
-    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
+    y = torch.empty(pairs + shared_rows, C, dtype=torch.float32, device=x.device)
     w2_kernel[triton.cdiv(C, config.w2.rows * config.w2_turns), shared_jobs + slots](
         h,
         shared_h,
@@ -400,7 +409,7 @@ def launch(
         codes[3],
         scales[3],
         y,
-        T,
+        shared_rows,
         pairs,
         first_expert,
         E,
@@ -423,7 +432,7 @@ def launch(
         **_tile(config.w2),
         **common,
     )
-    combine(y, ids, out, first_expert, E, pdl=False)
+    combine(y, ids, out, shared_rows, first_expert, E, pdl=False)
 
 
 def run(
@@ -441,6 +450,7 @@ def run(
     *,
     first_expert: int,
     limit: float,
+    shared_rows: int,
     out: torch.Tensor,
 ) -> str | None:
     """Fill out and give None; or give the reason why no kernel can, having done nothing."""
@@ -451,6 +461,7 @@ def run(
     case = Case(
         T, ids.shape[1], w13.shape[0], C, w13.shape[1] // 2, shared13.shape[0] // 2, weight_name(w13, kind),
         weight_name(shared13, shared_kind), str(x.dtype).removeprefix("torch."), str(weights.dtype).removeprefix("torch."),
+        shared_rows,
     )  # fmt: skip
     card = card_of(x.device)
     stored = (w13, scale13, w2, scale2, shared13, shared_scale13, shared2, shared_scale2)
@@ -461,16 +472,16 @@ def run(
     # Triton launches on the current device
     with torch.cuda.device(x.device):
         few = moe_gemv.covers(T, C, case.I, case.shared_I, kind, shared_kind, card.arch)
-        if few and x.is_contiguous() and x.data_ptr() % 4 == 0:
+        if few and shared_rows == T and x.is_contiguous() and x.data_ptr() % 4 == 0:
             moe_gemv.launch(x, ids, weights, *stored, first_expert, limit, out, card.arch)
             return None
         stream = _stream(case, card, x, *stored)
         if stream is not None:
             from deepdecode.kernels import moe_stream
 
-            moe_stream.launch(x, ids, weights, *stored, first_expert, limit, out, stream)
+            moe_stream.launch(x, ids, weights, *stored, first_expert, limit, out, stream, shared_rows)
         else:
-            launch(x, ids, weights, *stored, kind, shared_kind, first_expert, limit, out, plan(case, card))
+            launch(x, ids, weights, *stored, kind, shared_kind, first_expert, limit, out, plan(case, card), shared_rows)
     return None
 
 
@@ -492,7 +503,7 @@ def compile_args(name: str, config: Config, kind: str = "fp4", shared: str = "fp
     pointers = {"x": "bf16", "h": "bf16", "shared_h": "bf16", "ids": "i32", "weights": "fp32", "y": "fp32"}
     pointers |= {"w": "u8" if kind != "plain" else "bf16", "shared": "u8" if shared != "plain" else "bf16"}
     pointers |= dict.fromkeys(("scale", "shared_scale"), "u8")
-    counts = ("T", "pairs", "top_k", "first", "E", "shared_jobs")
+    counts = ("shared_rows", "pairs", "top_k", "first", "E", "shared_jobs")
     function = w13_kernel if name == "w13" else w2_kernel
     types = {f"{pointer}_ptr": f"*{type_}:16" for pointer, type_ in pointers.items()} | dict.fromkeys(counts, "i32")
     types |= {"limit": "fp32"} | dict.fromkeys(("K", "I", "SHARED_I", "C"), "i32:16")

@@ -12,6 +12,7 @@ class Case:
     """Everything a launch depends on: T tokens of top_k experts each, E experts here of width I, a shared one, C channels.
 
     dtype: of x. weight, shared: "fp8", "fp4", "bfloat16" or "float32". expert_weights: dtype of the routing weights.
+    shared_rows: tokens that meet the shared expert; None: all.
     """
 
     T: int
@@ -24,6 +25,12 @@ class Case:
     shared: str = "fp8"
     dtype: str = "bfloat16"
     expert_weights: str = "float32"
+    shared_rows: int | None = None
+
+    @property
+    def few_shared(self) -> bool:
+        """Whether the shared expert's tokens are no more than the columns of one product."""
+        return (self.T if self.shared_rows is None else self.shared_rows) <= 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def plan(case: Case, card: Card) -> Config:
     """
     # tokens that an expert meets on average, if all are as likely
     block_t = 8 if case.T * case.top_k <= 4 * case.E else 16
-    shared_t = 8 if case.T <= 8 else 16
+    shared_t = 8 if case.few_shared else 16
     many = Tile(64, 128, slices=1, num_warps=4, num_stages=3)
     # a rank's eighth of few experts would not fill the card: finer tiles, and K among the warps
     tiles = min(case.T * case.top_k, case.E) * -(-2 * case.I // 64)
@@ -141,7 +148,7 @@ def plan_stream(case: Case, card: Card) -> Stream | None:
     if case.T > 128:
         # most experts have more than four tokens; twice as many in shared memory leave room for fewer programs
         return Stream(replace(first, per_sm=2), replace(second, per_sm=3), block_t=8, shared_t=16)
-    return Stream(first, second, shared_t=8 if case.T <= 8 else 16, cost=3 if case.T <= 8 else 4)
+    return Stream(first, second, shared_t=8 if case.few_shared else 16, cost=3 if case.few_shared else 4)
 
 
 def _fitting(stages: tuple[Stage, ...], K: int, shared_K: int, rows: tuple[int, ...], each: int) -> Stage | None:

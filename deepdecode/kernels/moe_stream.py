@@ -397,7 +397,7 @@ def _tiles(
         async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=["T", "pairs", "top_k", "first", "E", "shared_jobs"])
+@gluon.jit(do_not_specialize=["shared_rows", "pairs", "top_k", "first", "E", "shared_jobs"])
 def experts_kernel(
     in_ptr,
     ids_ptr,
@@ -410,7 +410,7 @@ def experts_kernel(
     out_ptr,
     shared_out_ptr,
     limit,
-    T,
+    shared_rows,
     pairs,
     top_k,
     first,
@@ -432,7 +432,8 @@ def experts_kernel(
     SHARED_DEPTH: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out [pairs, OUT] and shared_out [T, SHARED_OUT], of in [T or pairs, K] and shared_in [T, SHARED_K].
+    """out [pairs, OUT] and shared_out [shared_rows, SHARED_OUT], of in [T or pairs, K] and shared_in
+    [shared_rows, SHARED_K].
 
     Weights are under way before what the launch before this one writes is waited for. Of the two launches the second may read
     the ids before that: they were there when the first let it begin.
@@ -471,8 +472,8 @@ def experts_kernel(
             grid_wait()
         t = unit // SHARED_TILES * SHARED_NT + gl.arange(0, SHARED_NT, layout=TOKENS)
         _tiles(
-            buffers, shared_in_ptr, t, t < T, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr, t,
-            limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, SHARED_NT, S, WM, SHARED_DEPTH, VALUES,
+            buffers, shared_in_ptr, t, t < shared_rows, t.to(gl.float32) * 0 + 1, shared_ptr, shared_scale_ptr, shared_out_ptr,
+            t, limit, base, 1, SHARED_K, SHARED_OUT, GATED, False, SHARED_NT, SHARED_NT, S, WM, SHARED_DEPTH, VALUES,
         )  # fmt: skip
     unit = gl.maximum(begin - shared_cost, 0)
     end -= shared_cost
@@ -531,27 +532,29 @@ def launch(
     limit: float,
     out: torch.Tensor,
     config: Stream,
+    shared_rows: int | None = None,
 ) -> None:
-    """Fill out [T, C]; everything is contiguous, and T > 0."""
+    """Fill out [T, C], of which the first shared_rows have the shared expert's part; everything is contiguous, and T > 0."""
     T, C = x.shape
     top_k = ids.shape[1]
     pairs = T * top_k
     E, I, shared_I = w13.shape[0], w13.shape[1] // 2, shared13.shape[0] // 2
+    shared_rows = T if shared_rows is None else shared_rows
     h = torch.empty(pairs, I, dtype=x.dtype, device=x.device)
-    shared_h = torch.empty(T, shared_I, dtype=x.dtype, device=x.device)
-    y = torch.empty(pairs + T, C, dtype=torch.float32, device=x.device)
+    shared_h = torch.empty(shared_rows, shared_I, dtype=x.dtype, device=x.device)
+    y = torch.empty(pairs + shared_rows, C, dtype=torch.float32, device=x.device)
     words = [w.view(torch.uint8).view(torch.int32) for w in (w13, w2, shared13, shared2)]
     scales = [s.view(torch.uint8) for s in (scale13, scale2, shared_scale13, shared_scale2)]
-    jobs = triton.cdiv(T, config.shared_t)
+    jobs = triton.cdiv(shared_rows, config.shared_t)
     sms = card_of(x.device).sms
-    counts = (limit, T, pairs, top_k, first_expert, E, jobs)
+    counts = (limit, shared_rows, pairs, top_k, first_expert, E, jobs)
     first = (x, ids, weights, words[0], scales[0], x, words[2], scales[2], h, shared_h)
     second = (h, ids, weights, words[1], scales[1], shared_h, words[3], scales[3], y, y[pairs:])
     for stage, gated, arrays in ((config.w13, True, first), (config.w2, False, second)):
         experts_kernel[(sms * stage.per_sm,)](
             *arrays, *counts, **_constants(gated, pairs, E, C, I, shared_I, config), **options(stage), launch_pdl=config.pdl
         )
-    combine(y, ids, out, first_expert, E, config.pdl)
+    combine(y, ids, out, shared_rows, first_expert, E, config.pdl)
 
 
 def compile_args(gated: bool, case: Case, config: Stream) -> tuple[dict[str, str], dict[str, object]]:
@@ -560,5 +563,5 @@ def compile_args(gated: bool, case: Case, config: Stream) -> tuple[dict[str, str
     pointers = {"in": "bf16", "ids": "i32", "weights": "fp32", "w": "i32", "scale": "u8", "out": out}
     pointers |= {"shared_in": "bf16", "shared": "i32", "shared_scale": "u8", "shared_out": out}
     types = {f"{pointer}_ptr": f"*{kind}:16" for pointer, kind in pointers.items()} | {"limit": "fp32"}
-    types |= dict.fromkeys(("T", "pairs", "top_k", "first", "E", "shared_jobs"), "i32")
+    types |= dict.fromkeys(("shared_rows", "pairs", "top_k", "first", "E", "shared_jobs"), "i32")
     return types, _constants(gated, case.T * case.top_k, case.E, case.C, case.I, case.shared_I, config)

@@ -272,8 +272,8 @@ def _float64() -> Ops:
     def sparse_attn(q: Tensor, *args: Any, sink: Tensor, scale: float) -> Tensor:
         return sparse_attn_ref(q.double(), *args, sink=sink.double(), scale=scale)[0]
 
-    def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: Any, config: Any) -> Tensor:
-        return moe_ref(x.double(), ids, expert_weights.double(), weights, config.swiglu_limit)
+    def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: Any, config: Any, shared_rows: int | None) -> Tensor:
+        return moe_ref(x.double(), ids, expert_weights.double(), weights, config.swiglu_limit, shared_rows)
 
     special = {"attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
     # what only looks up or draws has no precision of its own

@@ -57,7 +57,7 @@ class Calls:
         made: dict[str, Any] = {"attention": [_pack_attention(call) for call in self.attention]}
         made["products"] = {name: (x, weight.data, weight.scale) for name, (x, weight) in self.products.items()}
         if self.experts is not None:
-            x, ids, weights, stored, config = self.experts
+            x, ids, weights, stored, config, _ = self.experts
             parts = {f.name: getattr(stored, f.name) for f in fields(stored)}
             parts = {name: (part.data, part.scale) if isinstance(part, Weight) else part for name, part in parts.items()}
             made["experts"] = (x, ids, weights, parts, config.swiglu_limit)

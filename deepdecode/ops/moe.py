@@ -38,13 +38,16 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float = 10.0) -> torch.T
     return swiglu_ref(wide(gate), wide(up), limit).to(gate.dtype)
 
 
-def moe_ref(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float) -> torch.Tensor:
+def moe_ref(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float, shared_rows: int | None = None
+) -> torch.Tensor:
     """[T, C] in the type of x; experts are widened one at a time, and only those that a token takes.
 
     Off the CPU this asks the host which experts those are, and waits for it.
     """
-    gate, up = linear_ref(x, w.shared13).chunk(2, dim=-1)
-    y = linear_ref(swiglu_ref(gate, up, limit), w.shared2)
+    y = x.new_zeros(x.shape)
+    gate, up = linear_ref(x[:shared_rows], w.shared13).chunk(2, dim=-1)
+    y[:shared_rows] = linear_ref(swiglu_ref(gate, up, limit), w.shared2)
     local = ids.long() - w.first_expert
     for e in local[(local >= 0) & (local < w.w13.shape[0])].unique().tolist():
         rows, lanes = (local == e).nonzero(as_tuple=True)
@@ -54,7 +57,9 @@ def moe_ref(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWei
     return y
 
 
-def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float) -> torch.Tensor:
+def moe(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights, limit: float, shared_rows: int | None = None
+) -> torch.Tensor:
     """Sum of the routed experts that a token takes on this rank and of the shared expert.
 
     Everything inside is float32 (float64 for float64 x): both products, the clamped SwiGLU of routed and shared experts
@@ -68,13 +73,16 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
         weights: float32 or float64 [T, k], what `gate` gives. The shared expert has none.
         w: this layer's experts; see `MoeWeights`.
         limit: the clamp bound of `swiglu`, > 0.
+        shared_rows: the shared expert is for the first so many tokens, 0 to T; None for all. Those behind are tokens of other
+            ranks, which have the shared expert too.
 
     Returns:
         [T, C] of x's dtype, contiguous. T == 0 gives an empty tensor; a token without an expert here gets the shared one's
-        output.
+        output, or 0.
 
     Raises:
-        ValueError: an argument has another shape, dtype or device, limit <= 0, or the rank's first expert < 0.
+        ValueError: an argument has another shape, dtype or device, limit <= 0, the rank's first expert < 0, or shared_rows is
+            out of range.
     """
     C = w.w13.shape[-1]
     if x.dim() != 2 or x.shape[1] != C or x.dtype not in FLOATS or x.device != w.w13.device:
@@ -84,13 +92,15 @@ def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoeWeights
     _expect_experts(w, C)
     if not limit > 0:
         raise ValueError(f"moe: limit must be > 0, got {limit}")
+    if shared_rows is not None and not 0 <= shared_rows <= len(x):
+        raise ValueError(f"moe: shared_rows must be in [0, {len(x)}], got {shared_rows}")
     if len(x) == 0:
         return x.new_empty(x.shape)
     if readable(x) and not torch.compiler.is_compiling():
         inner = wide(x)
-        return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
+        return moe_ref(inner, ids, weights.to(inner.dtype), w, limit, shared_rows).to(x.dtype)
     stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
-    return _experts_op(x, ids, weights, *stored, w.first_expert, float(limit))
+    return _experts_op(x, ids, weights, *stored, w.first_expert, float(limit), shared_rows)
 
 
 def _experts(
@@ -107,6 +117,7 @@ def _experts(
     shared_scale2: Tensor | None,
     first_expert: int,
     limit: float,
+    shared_rows: int | None = None,
 ) -> Tensor:
     """[T, C] from checked arguments: the kernels where there are some, else the reference."""
     stored = (w13, scale13, w2, scale2, shared13, shared_scale13, shared2, shared_scale2)
@@ -115,7 +126,8 @@ def _experts(
 
         # not empty_like: the result is contiguous, whatever x is
         out = x.new_empty(x.shape)
-        reason = kernel.run(x, ids, weights, *stored, first_expert=first_expert, limit=limit, out=out)
+        options = {"first_expert": first_expert, "limit": limit, "shared_rows": len(x) if shared_rows is None else shared_rows}
+        reason = kernel.run(x, ids, weights, *stored, **options, out=out)
         if reason is None:
             kernel_runs["moe"] += 1
             return out
@@ -132,7 +144,7 @@ def _experts(
         Weight(shared2, shared_scale2),
         first_expert,
     )
-    return moe_ref(inner, ids, weights.to(inner.dtype), w, limit).to(x.dtype)
+    return moe_ref(inner, ids, weights.to(inner.dtype), w, limit, shared_rows).to(x.dtype)
 
 
 _experts_op = torch.library.custom_op("deepdecode::moe", _experts, mutates_args=())

@@ -172,9 +172,14 @@ def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -
     return gate(x, weights.gate, weights.bias, weights.tid2eid, tokens, config.experts_per_token, config.routed_scale)
 
 
-def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: MoeWeights, config: ModelConfig) -> Tensor:
-    """[T, C] -> [T, C]: this rank's routed experts and its part of the shared one, summed."""
-    return fine_moe(x, ids, expert_weights, weights, config.swiglu_limit)
+def moe(
+    x: Tensor, ids: Tensor, expert_weights: Tensor, weights: MoeWeights, config: ModelConfig, shared_rows: int | None = None
+) -> Tensor:
+    """[T, C] -> [T, C]: this rank's routed experts and its part of the shared one, summed.
+
+    shared_rows: the first so many rows have the shared expert's part; those behind are other ranks', which add it themselves.
+    """
+    return fine_moe(x, ids, expert_weights, weights, config.swiglu_limit, shared_rows)
 
 
 def head(

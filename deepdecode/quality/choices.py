@@ -123,10 +123,12 @@ def _attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights)
     return linear(fake_quant_fp8(grouped_linear(o, weights.wo_a).reshape(T, -1)), weights.wo_b)
 
 
-def _moe(x: Tensor, ids: Tensor, weights: Tensor, w: MoeWeights, config: ModelConfig) -> Tensor:
+def _moe(x: Tensor, ids: Tensor, weights: Tensor, w: MoeWeights, config: ModelConfig, shared_rows: int | None = None) -> Tensor:
     x_in, limit = fake_quant_fp8(x), config.swiglu_limit
     gate, up = linear(x_in, w.shared13, torch.float32).chunk(2, dim=-1)
     y = linear(fake_quant_fp8(swiglu_ref(gate, up, limit).to(x.dtype)), w.shared2, torch.float32)
+    if shared_rows is not None:
+        y[shared_rows:] = 0
     for e in ids.unique().tolist():
         rows, lanes = (ids == e).nonzero(as_tuple=True)
         gate, up = linear(x_in[rows], w.w13[e], torch.float32).chunk(2, dim=-1)
