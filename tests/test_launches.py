@@ -4,8 +4,10 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepdecode.config import ModelConfig
+from deepdecode.ops._check import torch_op
 from deepdecode.testing.steps import prepare_inputs
 
 # Triton reads it when a kernel is defined, so before the import below
@@ -22,7 +24,7 @@ SMALL = ModelConfig(head_dim=64, rope_dim=16, index_heads=5, index_head_dim=16)
 
 
 def check(op, args):
-    torch.library.opcheck(op, args, test_utils=CHECKS)
+    torch.library.opcheck(getattr(torch.ops.deepdecode, op.__name__).default, args, test_utils=CHECKS)
 
 
 def test_norm_and_rotation(device):
@@ -73,3 +75,48 @@ def test_sample(device):
     rows = torch.ones(3, dtype=torch.float64, device=device)
     seeds = torch.arange(3, device=device)
     check(launches.sample, (torch.randn(3, 40, device=device), rows, rows, seeds, seeds))
+
+
+class Seen(TorchDispatchMode):
+    """The ops of a call, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+class Other(torch.Tensor):
+    """A tensor of another kind, as those that trace are."""
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+twice_op = torch_op("twice_of_a_test", twice, torch.empty_like)
+
+
+def test_an_op_is_what_a_tracer_sees():
+    """Off the CPU under a mode and where a gradient is asked for; of a tensor of another kind; not by others."""
+
+    def through_the_op(x):
+        with torch.profiler.profile() as profile:
+            twice_op(x)
+        return "deepdecode::twice_of_a_test" in {event.name for event in profile.events()}
+
+    x = torch.rand(3)
+    assert torch.equal(twice_op(x), x + x) and not through_the_op(x)
+    assert through_the_op(x.as_subclass(Other))
+    leaf = x.clone().requires_grad_()
+    assert torch.autograd.grad(twice_op(leaf).sum(), leaf)[0].tolist() == [2, 2, 2]
+    # stands for a GPU's
+    meta = x.to("meta")
+    assert not through_the_op(meta) and through_the_op(meta.clone().requires_grad_())
+    for tensor, name in ((x, "aten::add.Tensor"), (meta, "deepdecode::twice_of_a_test")):
+        with Seen() as seen:
+            twice_op(tensor)
+        assert seen.names == [name]

@@ -65,7 +65,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(attention, "_attend_op", attention._attend_caches)
     monkeypatch.setattr(indexer, "_index_topk_op", indexer._index_topk)
     monkeypatch.setattr(moe, "_experts_op", moe._experts)
-    monkeypatch.setattr(launches, "mhc_boundary", launches.mhc_boundary._init_fn)
+    monkeypatch.setattr(launches, "mhc_boundary", launches.mhc_boundary.__wrapped__)
     for kind in (JITFunction, InterpretedFunction):
         monkeypatch.setattr(kind, "run", note)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

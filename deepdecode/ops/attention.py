@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel, wide, wide_type
+from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, torch_op, use_kernel, wide, wide_type
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -219,10 +219,7 @@ def _sparse_attn(
     lse = q.new_empty(T, H, dtype=wide_type(q.dtype)) if return_lse else None
     if T:
         extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
-        # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB
-        plain = type(q) is Tensor and readable(q) and not torch.compiler.is_compiling()
-        attend = _attend_caches if plain else _attend_op
-        attend(
+        _attend_op(
             q, window.data, window.page_size, window.fmt, window_indices, window_lens, *extras, extra_indices, extra_lens,
             sink, scale, deterministic, out, lse, workspace,
         )  # fmt: skip
@@ -269,12 +266,7 @@ def _attend_caches(
         lse.copy_(result_lse)
 
 
-_attend_op = torch.library.custom_op("deepdecode::sparse_attn", _attend_caches, mutates_args=("out", "lse", "workspace"))
-
-
-@_attend_op.register_fake
-def _(*args, **kwargs) -> None:
-    return None
+_attend_op = torch_op("sparse_attn", _attend_caches, lambda *args: None, ("out", "lse", "workspace"))
 
 
 def _expect_set(op: str, name: str, q: Tensor, cache: PagedRows, indices: Tensor, lens: Tensor) -> None:

@@ -7,7 +7,7 @@ The weights are signed and raw: no softmax, no sigmoid. Query and keys carry the
 
 import torch
 
-from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, use_kernel
+from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, torch_op, use_kernel
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -115,10 +115,7 @@ def index_topk(
         raise ValueError(f"index_topk: topk must be >= 1, got {topk}")
     if not T:
         return lens.new_empty(0, topk), lens.new_empty(0)
-    # a plain call needs no dispatcher, whose first use imports torch._dynamo: 2 s and 150 MB
-    plain = type(index_q) is Tensor and readable(index_q) and not torch.compiler.is_compiling()
-    choose = _index_topk if plain else _index_topk_op
-    return choose(index_q, index_weights, keys.data, keys.page_size, keys.fmt, block_tables, slots, lens, topk, logical)
+    return _index_topk_op(index_q, index_weights, keys.data, keys.page_size, keys.fmt, block_tables, slots, lens, topk, logical)
 
 
 def _index_topk(
@@ -147,12 +144,11 @@ def _index_topk(
     return index_topk_ref(*args)
 
 
-_index_topk_op = torch.library.custom_op("deepdecode::index_topk", _index_topk, mutates_args=())
-
-
-@_index_topk_op.register_fake
-def _(index_q, index_weights, keys, page_size, fmt, block_tables, slots, lens, topk, logical):
+def _index_topk_fake(index_q, index_weights, keys, page_size, fmt, block_tables, slots, lens, topk, logical):
     return lens.new_empty(len(index_q), topk), lens.new_empty(len(index_q))
+
+
+_index_topk_op = torch_op("index_topk", _index_topk, _index_topk_fake)
 
 
 def _physical(table: Tensor, keys: PagedRows, N: int) -> Tensor:

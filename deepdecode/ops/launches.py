@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepdecode.ops._check import arch
+from deepdecode.ops._check import arch, torch_op
 from deepdecode.ops.rows import PagedRows
 
 Tensor = torch.Tensor
@@ -26,9 +26,7 @@ def _arch(tensor: Tensor) -> int:
 
 def _op(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     def make(function: Callable[..., Any]) -> Any:
-        op = torch.library.custom_op(f"deepdecode::{name}", function, mutates_args=mutates)
-        op.register_fake(fake)
-        return op
+        return torch_op(name, function, fake, mutates)
 
     return make
 

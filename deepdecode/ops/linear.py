@@ -6,7 +6,7 @@ what writes them.
 
 import torch
 
-from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, use_kernel, wide_type
+from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, torch_op, use_kernel, wide_type
 from deepdecode.ops.norm import rms_norm
 from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
 
@@ -156,12 +156,11 @@ def _product(op: str, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor |
     return out.copy_(ref)
 
 
-_product_op = torch.library.custom_op("deepdecode::linear", _product, mutates_args=())
-
-
-@_product_op.register_fake
-def _(op, x, data, scale, out_dtype) -> torch.Tensor:
+def _product_fake(op, x, data, scale, out_dtype) -> torch.Tensor:
     return x.new_empty(*x.shape[:2], data.shape[0] // x.shape[1], dtype=out_dtype)
+
+
+_product_op = torch_op("linear", _product, _product_fake)
 
 
 def _norm_product(
@@ -181,12 +180,7 @@ def _norm_product(
     return linear(rms_norm(x, norm, eps), weight)
 
 
-_norm_product_op = torch.library.custom_op("deepdecode::norm_linear", _norm_product, mutates_args=())
-
-
-@_norm_product_op.register_fake
-def _(x, norm, eps, data, scale) -> torch.Tensor:
-    return x.new_empty(len(x), data.shape[0])
+_norm_product_op = torch_op("norm_linear", _norm_product, lambda x, norm, eps, data, scale: x.new_empty(len(x), data.shape[0]))
 
 
 def _beside_product(
@@ -209,12 +203,11 @@ def _beside_product(
     return linear(x, weight), linear(x, Weight(beside), out_dtype=wide_type(x.dtype))
 
 
-_beside_product_op = torch.library.custom_op("deepdecode::linear_beside", _beside_product, mutates_args=())
-
-
-@_beside_product_op.register_fake
-def _(x, data, scale, beside) -> tuple[torch.Tensor, torch.Tensor]:
+def _beside_fake(x, data, scale, beside) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(len(x), data.shape[0]), x.new_empty(len(x), len(beside), dtype=wide_type(x.dtype))
+
+
+_beside_product_op = torch_op("linear_beside", _beside_product, _beside_fake)
 
 
 def _prepare(op: str, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:

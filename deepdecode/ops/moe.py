@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, use_kernel, wide
+from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, torch_op, use_kernel, wide
 from deepdecode.ops.linear import linear_ref
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.table import MoeWeights
@@ -147,12 +147,7 @@ def _experts(
     return moe_ref(inner, ids, weights.to(inner.dtype), w, limit, shared_rows).to(x.dtype)
 
 
-_experts_op = torch.library.custom_op("deepdecode::moe", _experts, mutates_args=())
-
-
-@_experts_op.register_fake
-def _(x, *args) -> Tensor:
-    return x.new_empty(x.shape)
+_experts_op = torch_op("moe", _experts, lambda x, *args: x.new_empty(x.shape))
 
 
 def _expect_experts(w: MoeWeights, C: int) -> None:
