@@ -171,6 +171,6 @@ def attention(
         entries, lens = step.entry_indices, step.entry_lens[ratio]
     o = ops.sparse_attn(
         ready.q, ready.window, step.window_indices, step.window_lens, cache.compressed, entries, lens,
-        sink=weights.sink, scale=config.head_dim**-0.5,
+        sink=weights.sink, scale=config.head_dim**-0.5, positions=step.positions, freqs=freqs,
     )  # fmt: skip
-    return ops.attn_out(o, step.positions, freqs, weights)
+    return ops.attn_out(o, weights)

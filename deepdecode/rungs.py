@@ -47,7 +47,7 @@ class Rung:
 @cache
 def _fallback() -> Ops:
     """Rung 0."""
-    from deepdecode.fallback import experts, glue, indexer, mhc
+    from deepdecode.fallback import experts, glue, indexer, mhc, product
     from deepdecode.fallback.attention import sparse_attn_per_head
 
     return Ops(
@@ -57,8 +57,8 @@ def _fallback() -> Ops:
         q_proj=glue.q_proj,
         attn_prepare=glue.attn_prepare,
         index_topk=indexer.index_topk,
-        sparse_attn=_out_of(sparse_attn_per_head),
-        attn_out=glue.attn_out,
+        sparse_attn=_turned(_out_of(sparse_attn_per_head)),
+        attn_out=product.attn_out,
         route=glue.route,
         moe=experts.moe,
         head=mhc.head,
@@ -68,7 +68,9 @@ def _fallback() -> Ops:
 
 @cache
 def _padded() -> Ops:
-    native = _fallback().sparse_attn
+    from deepdecode.fallback.attention import sparse_attn_per_head
+
+    native = _out_of(sparse_attn_per_head)
 
     def padded(q: Tensor, *caches: Any, sink: Tensor, scale: float) -> Tensor:
         H = q.shape[1]
@@ -76,21 +78,21 @@ def _padded() -> Ops:
         out = native(F.pad(q, (0, 0, 0, more)), *caches, sink=F.pad(sink, (0, more)), scale=scale)
         return out[:, :H].contiguous()
 
-    return replace(_fallback(), sparse_attn=padded)
+    return replace(_fallback(), sparse_attn=_turned(padded))
 
 
 @cache
 def _mma() -> Ops:
     from deepdecode.fallback.attention import sparse_attn_unsplit
 
-    return replace(_fallback(), sparse_attn=_out_of(sparse_attn_unsplit))
+    return replace(_fallback(), sparse_attn=_turned(_out_of(sparse_attn_unsplit)))
 
 
 @cache
 def _split() -> Ops:
     from deepdecode.ops.attention import sparse_attn_decode
 
-    return replace(_fallback(), sparse_attn=sparse_attn_decode)
+    return replace(_fallback(), sparse_attn=_turned(sparse_attn_decode))
 
 
 @cache
@@ -106,7 +108,7 @@ def _portable() -> Ops:
         attention.launch(q, *caches, sink=sink, scale=scale, out=out, lse=None, workspace=None, config=config)
         return out
 
-    return replace(_fallback(), sparse_attn=portable)
+    return replace(_fallback(), sparse_attn=_turned(portable))
 
 
 @cache
@@ -129,7 +131,8 @@ def _fused() -> Ops:
 def _engine() -> Ops:
     from deepdecode.fallback import engine
 
-    return replace(_fused(), attn_in=engine.attn_in, q_proj=engine.q_proj, attn_prepare=engine.attn_prepare)
+    entries = ("attn_in", "q_proj", "attn_prepare", "sparse_attn")
+    return replace(_fused(), **{entry: getattr(engine, entry) for entry in entries})
 
 
 @cache
@@ -155,7 +158,18 @@ def _out_of(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tenso
     return run
 
 
+def _turned(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same and then the fallback's rotation back."""
+    from deepdecode.fallback.glue import turned_back
+
+    def run(*args: Any, positions: Tensor, freqs: Tensor, **kwargs: Any) -> Tensor:
+        return turned_back(attend(*args, **kwargs), positions, freqs)
+
+    return run
+
+
 _ENGINE = "sglang 0.5.23 "
+_ROTATED = _ENGINE + "srt/models/deepseek_v4.py _project_wo_b: the rotation back is torch's."
 _GLUE = {
     "embed": _ENGINE + "kernels/ops/layernorm/mhc.py hc_broadcast, in torch: the embedding, and its copy to the streams.",
     "mhc_boundary": _ENGINE
@@ -175,7 +189,6 @@ _GLUE = {
         "srt/layers/attention/dsv4/indexer.py fp8_paged_mqa_logits_torch_sm120 and topk_transform_pytorch_vectorized: pages "
         "gathered and widened, every head's product kept; in float32 without tensor cores, as the first campaign's engine did."
     ),
-    "attn_out": _ENGINE + "srt/models/deepseek_v4.py _project_wo_b: both products are ours, the rotation back is torch's.",
     "route": _ENGINE + "srt/layers/moe/topk.py biased_topk_impl; the gate's product is ours.",
     "head": _ENGINE + "srt/models/deepseek_v4.py hc_head_torch; the vocabulary's product is ours.",
     "sample": _ENGINE + "srt/layers/sampler.py with a temperature alone: softmax and one draw, here by seed and position.",
@@ -194,14 +207,18 @@ RUNGS: tuple[Rung, ...] = (
         "fallback, heads padded to 64",
         _padded,
         _GLUE
-        | {"sparse_attn": _PER_HEAD + f"; q and sink padded to {PADDED_HEADS} heads, as the first campaign's engine did."},
+        | {
+            "sparse_attn": _PER_HEAD
+            + f"; q and sink padded to {PADDED_HEADS} heads, as the first campaign's engine did. "
+            + _ROTATED
+        },
         yardstick="the first campaign's engine",
     ),
     Rung(
         "0",
         "fallback",
         _fallback,
-        _GLUE | {"sparse_attn": _PER_HEAD + "; native heads, as sglang does today."},
+        _GLUE | {"sparse_attn": _PER_HEAD + "; native heads, as sglang does today. " + _ROTATED},
         yardstick="SGLang today",
     ),
     Rung("1", "tensor-core attention", _mma, _GLUE),

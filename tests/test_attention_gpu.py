@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_ref, workspace_bytes
+from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_ref, sparse_attn_turned, workspace_bytes
+from deepdecode.ops.rope import rope_ref
 from deepdecode.ops.rows import PagedRows, allocate, read_rows, write_rows
 from deepdecode.testing.inputs import AttentionInputs, attention_corners, attention_inputs
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
@@ -55,6 +56,21 @@ def test_corners(name, deterministic):
 @pytest.mark.parametrize(("T", "extra_keys"), [(1, 0), (1, 8192), (3, 512), (16, 512), (64, 512), (128, 1024)])
 def test_sizes(T, H, extra_keys):
     check(attention_inputs(T, H, 128, extra_keys, full=False, holes=True, device="cuda"))
+
+
+# split and in one piece
+@pytest.mark.parametrize(("T", "H", "extra_keys"), [(1, 8, 512), (3, 8, 0), (16, 64, 512), (64, 8, 512), (256, 8, 512)])
+def test_turned_back(T, H, extra_keys):
+    inputs = attention_inputs(T, H, 128, extra_keys, full=False, holes=True, device="cuda")
+    positions = torch.randint(0, 1 << 17, (T,), device="cuda", dtype=torch.int32)
+    freqs = torch.rand(32, device="cuda")
+    got = sparse_attn_turned(*inputs.args(), sink=inputs.sink, scale=inputs.scale, positions=positions, freqs=freqs)
+    q, *rest = inputs.args()
+    want = sparse_attn_ref(q.double(), *rest, sink=inputs.sink.double(), scale=inputs.scale)[0]
+    angles = (positions.float()[:, None] * freqs).double()
+    want = rope_ref(want, -angles)
+    assert rel_err(got, want) < MAX_ERR
+    assert worst_row_err(got, want) < MAX_ROW_ERR
 
 
 # widths that tables of instances have missed

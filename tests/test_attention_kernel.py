@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from deepdecode.ops.attention import sparse_attn_ref
+from deepdecode.ops.rope import frequencies, rope
 from deepdecode.ops.rows import PagedRows
 from deepdecode.testing.inputs import AttentionInputs, attention_corners, attention_inputs
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
+from deepdecode.tiny import CONFIG
 
 # Triton reads it when a kernel is defined, so before the import below
 if not torch.cuda.is_available():
@@ -19,6 +21,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from deepdecode.kernels import attention as kernel  # noqa: E402
+from deepdecode.kernels.attention_merge import Turn  # noqa: E402
 from deepdecode.kernels.attention_plan import Config  # noqa: E402
 
 # The interpreter multiplies in float32: only the float16 partial outputs round.
@@ -70,6 +73,24 @@ def test_interpreted_matches_reference(name, splits):
     assert rel_err(out, want) < step
     assert worst_row_err(out, want) < 4 * step
     assert rel_err(lse, want_lse) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["random lengths and holes", "no key at all", "17 heads"])
+def test_the_merge_turns_back(name):
+    """Padded rows may have any position."""
+    inputs = corners("cpu", torch.float32)[name]
+    positions = torch.tensor([70001, 0, -5, 3, 1 << 20] * 4, dtype=torch.int32)[: len(inputs.q)]
+    freqs = frequencies(CONFIG, 4)
+    out, turned = run(inputs, config(inputs, 3))[0], torch.empty_like(inputs.q)
+    kernel.launch(
+        *inputs.args(), sink=inputs.sink, scale=inputs.scale, out=turned, lse=None, workspace=None,
+        config=config(inputs, 3), turn=Turn(positions, freqs),
+    )  # fmt: skip
+    R = 2 * len(freqs)
+    assert same_bits(turned[..., :-R], out[..., :-R])
+    # a float32 angle of up to 2**20
+    want = rope(out, positions, freqs, inverse=True)
+    assert rel_err(turned, want) < 1e-6
 
 
 def test_a_fixed_cut_does_not_look_at_the_batch():

@@ -88,6 +88,15 @@ def prepare(arch, ratio=4, fp8=True):
     return kernel.rope_prepare_kernel, types, constants | {"PDL": config.pdl, "INTERPRET": False}, config.num_warps
 
 
+def merge(arch, splits=10, rope_dim=64):
+    from deepdecode.kernels import attention_merge as kernel
+
+    types = pointers(out="bf16", part="fp16", part_lse="fp32", part_unit="fp32") | ints("H splits") | {"sink_ptr": "*fp32"}
+    types |= pointers(freqs="fp32") | {"positions_ptr": "*i32"} if rope_dim else {}
+    constants = {"HAS_SINK": True, "HAS_LSE": False, "R": rope_dim, "STEP": splits, "ONCE": True, "PDL": arch >= 90}
+    return kernel.merge_kernel, types, constants | {"INTERPRET": False}, 4
+
+
 def gate_logits(arch):
     from deepdecode.kernels import gate as kernel
 
@@ -167,6 +176,8 @@ CASES = {
     "prepare-4": (prepare, {}),
     "prepare-4-bf16": (prepare, {"fp8": False}),
     "prepare-128": (prepare, {"ratio": 128}),
+    "merge": (merge, {}),
+    "merge-not-turned": (merge, {"rope_dim": 0}),
     "gate_logits": (gate_logits, {}),
     "gate_top": (gate_top, {}),
     "gate_hash": (gate_hash, {}),

@@ -17,7 +17,7 @@ from deepdecode.tiny import EMBEDDED
 
 # bfloat16 roundings that fall otherwise, through four layers and FP8 rows: 1.3e-2 on an H200, as far as from float32
 LOGITS = 3e-2
-OWN = ("embed", "mhc_boundary", "attn_in", "q_proj", "attn_prepare", "attn_out", "route", "head", "sample")
+OWN = ("embed", "mhc_boundary", "attn_in", "q_proj", "attn_prepare", "sparse_attn", "attn_out", "route", "head", "sample")
 
 
 def test_every_entry_has_its_fused_form():

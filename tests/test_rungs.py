@@ -8,6 +8,7 @@ import torch
 
 from deepdecode.config import ModelConfig
 from deepdecode.ops import reference
+from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.fused import FUSED
 from deepdecode.ops.moe import moe_ref
@@ -29,6 +30,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from deepdecode import rungs
+from deepdecode.fallback import attention as fallback_attention
 from deepdecode.fallback import compiled, engine, experts, indexer, mhc, product, store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -286,7 +288,7 @@ def test_rungs_are_named_and_say_what_they_mirror():
         assert set(rung.mirrors) <= entries
         assert all(text.startswith("sglang 0.5.23 ") for text in rung.mirrors.values())
     # what rung 0 has beside products of stored weights is an engine's; what rung 1 changes is not
-    assert set(rungs.RUNGS[1].mirrors) == entries - {"attn_in", "moe"}
+    assert set(rungs.RUNGS[1].mirrors) == entries - {"attn_in", "attn_out", "moe"}
     assert "sparse_attn" not in rungs.RUNGS[2].mirrors
 
 
@@ -343,10 +345,10 @@ def test_a_rung_differs_from_the_one_below_in_one_thing():
     for name, below in (("0", "0-padded"), ("1", "0"), ("2", "1"), ("2-portable", "1")):
         assert changes(by_name[name], by_name[below]) == {"sparse_attn"}
     assert changes(by_name["3"], by_name["2"]) == {"index_topk", "mhc_boundary", "head"}
-    assert not changes(by_name["4"], by_name["3"]) & {"index_topk", "mhc_boundary", "head", "sparse_attn", "moe"}
-    assert changes(by_name["4-engine"], by_name["4"]) == {"attn_in", "q_proj", "attn_prepare"}
+    assert not changes(by_name["4"], by_name["3"]) & {"index_topk", "mhc_boundary", "head", "moe"}
+    assert changes(by_name["4-engine"], by_name["4"]) == {"attn_in", "q_proj", "attn_prepare", "sparse_attn"}
     assert changes(by_name["4-compiled"], by_name["3"]) == changes(by_name["4"], by_name["3"]) - {"attn_in", "sample"}
-    # products alone, and what they take in: a norm, a rotation
+    # products alone, and what they take in: a norm
     assert changes(by_name["5"], by_name["4"]) == {"attn_in", "q_proj", "attn_out", "moe"}
     assert by_name["5"].ops is FUSED
     # what a rung mirrors is what it has of the fallback
@@ -392,10 +394,10 @@ def test_padded_heads_change_nothing(monkeypatch, calls):
 
     def attend(q, *caches, sink, scale):
         seen.append(q.shape[1])
-        return REFERENCE.sparse_attn(q, *caches, sink=sink, scale=scale)
+        return (sparse_attn_decode(q, *caches, sink=sink, scale=scale), None)
 
     rungs._padded.cache_clear()
-    monkeypatch.setattr(rungs, "_fallback", lambda: dataclasses.replace(REFERENCE, sparse_attn=attend))
+    monkeypatch.setattr(fallback_attention, "sparse_attn_per_head", attend)
     padded = rungs._padded()
     rungs._padded.cache_clear()
     assert args[0].shape[1] == 1

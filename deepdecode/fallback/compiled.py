@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from deepdecode.config import ModelConfig
 from deepdecode.fallback.glue import hadamard_matrix
-from deepdecode.fallback.product import grouped_linear, linear
+from deepdecode.fallback.product import linear
 from deepdecode.fallback.store import pool, store_rows
 from deepdecode.ops import reference
+from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.gate import SUM_FLOOR
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.table import AttnInputs, AttnReady, AttnWeights, LayerCache, MoeWeights, Step
@@ -156,10 +157,8 @@ def entries(backend: str = "inductor") -> dict[str, Callable[..., Any]]:
         codes, index_weights = index_query(index_q, inputs.index_weights, at, freqs, matrix, scale)
         return AttnReady(q, codes, index_weights, cache.window)
 
-    def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
-        per_group = weights.wo_a.shape[-1]
-        o = turned_back(o, positions, freqs).reshape(len(o), -1, per_group)
-        return linear(grouped_linear(o, weights.wo_a).reshape(len(o), -1), weights.wo_b)
+    def sparse_attn(q: Tensor, *caches: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
+        return turned_back(sparse_attn_decode(q, *caches, sink=sink, scale=scale), positions, freqs)
 
     def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
         logits = linear(x, Weight(weights.gate), out_dtype=torch.float32)
@@ -171,6 +170,6 @@ def entries(backend: str = "inductor") -> dict[str, Callable[..., Any]]:
         "embed": compiled(_embed),
         "q_proj": q_proj,
         "attn_prepare": attn_prepare,
-        "attn_out": attn_out,
+        "sparse_attn": sparse_attn,
         "route": route,
     }

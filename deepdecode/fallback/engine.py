@@ -12,6 +12,7 @@ its ranks: activations quantised before each product, pages split, collectives. 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -33,6 +34,7 @@ from deepdecode.kernels.rotate import (
     write_584,
 )
 from deepdecode.ops import fused, launches, reference
+from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.quant import Weight
 from deepdecode.ops.rows import PagedRows
 from deepdecode.ops.table import AttnInputs, AttnReady, AttnWeights, LayerCache, Step
@@ -179,3 +181,10 @@ def attn_prepare(
     assert inputs.index_weights is not None
     codes, index_weights = index_query(index_q, inputs.index_weights, step.positions, freqs)
     return replace(ready, index_q=codes, index_weights=index_weights)
+
+
+def sparse_attn(q: Tensor, *caches: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
+    """As the reference of this name; the rotation back is a launch of its own."""
+    if not q.is_cuda:
+        return reference.sparse_attn(q, *caches, sink=sink, scale=scale, positions=positions, freqs=freqs)
+    return launches.rope_back(sparse_attn_decode(q, *caches, sink=sink, scale=scale), positions, freqs)

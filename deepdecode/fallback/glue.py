@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from deepdecode.config import ModelConfig
 from deepdecode.fallback import product
-from deepdecode.fallback.product import grouped_linear, linear
+from deepdecode.fallback.product import linear
 from deepdecode.fallback.store import pool, store_rows
 from deepdecode.ops import reference
 from deepdecode.ops.compressor import compress
@@ -123,11 +123,8 @@ def _hadamard(x: Tensor) -> Tensor:
     return (x.float() @ hadamard_matrix(x.shape[-1], x.device)).to(x.dtype)
 
 
-def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
-    T, H, D = o.shape
-    per_group = weights.wo_a.shape[-1]
-    o = rotate(o, turns(positions, freqs, inverse=True)).reshape(T, H * D // per_group, per_group)
-    return linear(grouped_linear(o, weights.wo_a).reshape(T, -1), weights.wo_b)
+def turned_back(o: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    return rotate(o, turns(positions, freqs, inverse=True))
 
 
 def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -298,10 +298,9 @@ def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple
     return out[:, :width].unflatten(1, (-1, config.head_dim)), index_q
 
 
-def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
-    """As the reference of this name, of bfloat16 on a GPU; the rotation is a launch before the products'."""
+def attn_out(o: Tensor, weights: AttnWeights) -> Tensor:
+    """As the reference of this name, of bfloat16 on a GPU."""
     if not o.is_cuda:
-        return reference.attn_out(o, positions, freqs, weights)
+        return reference.attn_out(o, weights)
     T, per_group = len(o), weights.wo_a.shape[-1]
-    o = launches.rope_back(o, positions, freqs)
     return linear(grouped_linear(o.view(T, -1, per_group), weights.wo_a).view(T, -1), weights.wo_b)

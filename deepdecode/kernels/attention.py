@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_codes import convert, halves, interpreted, pack, place, place_bfloat16
-from deepdecode.kernels.attention_merge import ANYWHERE, Parts, launch_merge
+from deepdecode.kernels.attention_merge import ANYWHERE, Parts, Turn, launch_merge
 from deepdecode.kernels.attention_plan import Config
 from deepdecode.ops.rows import PagedRows
 
@@ -465,8 +465,13 @@ def launch(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
     config: Config,
+    turn: Turn | None = None,
 ) -> None:
-    """Fill out and lse; `deepdecode.ops.attention` has checked the arguments, and T > 0. Allocates only a missing workspace."""
+    """Fill out and lse; `deepdecode.ops.attention` has checked the arguments, and T > 0. Allocates only a missing workspace.
+
+    turn: of out, by the merge; so for launches with splits only.
+    """
+    assert turn is None or config.splits > 1
     T = q.shape[0]
     if T > MAX_TOKENS:
         for begin in range(0, T, MAX_TOKENS):
@@ -475,7 +480,7 @@ def launch(
             launch(
                 q[part], window, window_indices[part], window_lens[part], *more,
                 sink=sink, scale=scale, out=out[part], lse=None if lse is None else lse[part],
-                workspace=workspace, config=config,
+                workspace=workspace, config=config, turn=None if turn is None else Turn(turn.positions[part], turn.freqs),
             )  # fmt: skip
         return
     if extra is None or extra_indices is None or extra_lens is None:
@@ -494,7 +499,7 @@ def launch(
             *given, extra_keys=extra_keys, sink=sink, scale=scale, out=out, lse=lse, parts=parts, config=config
         )
     if splits > 1:
-        launch_merge(sink, out, lse, parts, config)
+        launch_merge(sink, out, lse, parts, config, turn)
 
 
 def _launch_split(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from deepdecode.kernels.attention_plan import Config, workspace_layout
+from deepdecode.kernels.rotate import frequencies, rotate, sincos
 
 # views of a caller's buffers: wherever they start, the same code (which is what they take on 16 bytes, too)
 ANYWHERE = ["window_indices_ptr", "extra_indices_ptr", "window_lens_ptr", "extra_lens_ptr", "sink_ptr", "lse_ptr"]
@@ -14,7 +15,7 @@ ANYWHERE = ["window_indices_ptr", "extra_indices_ptr", "window_lens_ptr", "extra
 STEP, MERGED = 32, 64
 
 
-@triton.jit(do_not_specialize=["H", "splits"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=["H", "splits"], do_not_specialize_on_alignment=[*ANYWHERE, "positions_ptr"])
 def merge_kernel(
     sink_ptr,
     out_ptr,
@@ -22,16 +23,21 @@ def merge_kernel(
     part_ptr,
     part_lse_ptr,
     part_unit_ptr,
+    positions_ptr,
+    freqs_ptr,
     H,
     splits,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    R: tl.constexpr,
     STEP: tl.constexpr,
     ONCE: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One program for each (token, head). A thread holds its channels of STEP splits and sums them in their order.
 
+    R: of the output's last channels, which are turned back by the token's position; 0: none.
     So nothing goes from thread to thread, and all loads are on their way at once; a reduction over splits took 2 us more.
     """
     t = tl.program_id(0).to(tl.int64)
@@ -52,9 +58,14 @@ def merge_kernel(
     acc = tl.zeros([512], tl.float32)
     keys_peak = float("-inf")
     keys_total = 0.0
+    if R > 0:
+        freq, turns = frequencies(freqs_ptr, 512, R)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if R > 0:
+        # asked for beside the first parts
+        position = tl.load(positions_ptr + t)
     for first in range(0, 1 if ONCE else splits, STEP):
         top = float("-inf")
         lses = ()
@@ -84,6 +95,9 @@ def merge_kernel(
     if HAS_SINK:
         total += tl.exp2(sink - tl.where(peak == float("-inf"), 0.0, peak))
     acc = acc / tl.where(total == 0, 1.0, total)
+    if R > 0:
+        cos, sin = sincos(position.to(tl.float32) * freq, INTERPRET)
+        acc = tl.reshape(rotate(tl.reshape(acc, [1, 512]), cos, -sin, turns, 1, 512), [512])
     tl.store(out_ptr + (t * H + h) * 512 + channel, acc.to(out_ptr.dtype.element_ty))
     if HAS_LSE:
         lse = keys_peak + tl.log2(tl.where(keys_total == 0, 1.0, keys_total))
@@ -113,7 +127,22 @@ class Parts:
         return Parts(out.view(torch.float16), lse.view(torch.float32), unit.view(torch.float32))
 
 
-def launch_merge(sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None, parts: Parts, config: Config) -> None:
+@dataclass(frozen=True)
+class Turn:
+    """The rotation back of the output's last channels: positions int32 [T], frequencies float32 [R / 2]."""
+
+    positions: torch.Tensor
+    freqs: torch.Tensor
+
+
+def launch_merge(
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    parts: Parts,
+    config: Config,
+    turn: Turn | None = None,
+) -> None:
     T, H, _ = out.shape
     # as many as there are: up to the next power of two a warp would go through a third more instructions
     step = min(STEP if config.merge_warps < 4 else MERGED, config.splits)
@@ -124,13 +153,17 @@ def launch_merge(sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
         parts.out,
         parts.lse,
         parts.unit,
+        None if turn is None else turn.positions,
+        None if turn is None else turn.freqs,
         H,
         config.splits,
         HAS_SINK=sink is not None,
         HAS_LSE=lse is not None,
+        R=0 if turn is None else 2 * len(turn.freqs),
         STEP=step,
         ONCE=step >= config.splits,
         PDL=config.pdl,
+        INTERPRET=not out.is_cuda,
         num_warps=config.merge_warps,
         **({"launch_pdl": True} if config.pdl else {}),
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from deepdecode.kernels import attention
-from deepdecode.kernels.attention_merge import MERGED
+from deepdecode.kernels import attention, rope
+from deepdecode.kernels.attention_merge import MERGED, Turn
 from deepdecode.kernels.attention_plan import Case, card_of, case_of, plan, supports, workspace_layout
 from deepdecode.ops.rows import PagedRows, allocate
 
@@ -40,11 +40,19 @@ def attend(
     lse: Tensor | None,
     workspace: Tensor | None,
     deterministic: bool,
+    positions: Tensor | None = None,
+    freqs: Tensor | None = None,
 ) -> str | None:
-    """Fill out and lse and give None; or give the reason why no kernel can, having done nothing."""
+    """Fill out and lse and give None; or give the reason why no kernel can, having done nothing.
+
+    positions, freqs: out is turned back by them: where keys are split by the merge, else by a launch of its own.
+    """
     case = case_of(q, window, window_indices, extra, extra_indices, sink, deterministic, gluon_ready(), out)
     card = card_of(q.device)
     reason = supports(case, card)
+    turn = None if positions is None or freqs is None else Turn(positions, freqs)
+    if reason is None and turn is not None:
+        reason = rope.supports(*q.shape[::2], 2 * len(turn.freqs), case.dtype)
     if reason:
         return reason
     config = plan(case, card)
@@ -57,7 +65,10 @@ def attend(
         attention.launch(
             q, window, window_indices, window_lens, extra, extra_indices, extra_lens,
             sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, config=config,
+            turn=turn if config.splits > 1 else None,
         )  # fmt: skip
+        if turn is not None and config.splits == 1:
+            rope.launch(out, turn.positions, turn.freqs, inverse=True, arch=card.arch, out=out)
     return None
 
 

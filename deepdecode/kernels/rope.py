@@ -44,10 +44,12 @@ def rope_kernel(
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=(h < H)[:, None])
 
 
-def launch(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, *, inverse: bool, arch: int) -> torch.Tensor:
-    """x [T, H, D], contiguous, with the pairs of its last channels turned; T > 0."""
+def launch(
+    x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, *, inverse: bool, arch: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, H, D], contiguous, with the pairs of its last channels turned; T > 0. out: where it goes, x itself at will."""
     T, H, D = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     block_h = min(8 if T * H > 512 else 4, triton.next_power_of_2(H))
     pdl = arch >= 90
     rope_kernel[triton.cdiv(H, block_h), T](

@@ -37,10 +37,16 @@ def sincos(angle, INTERPRET: tl.constexpr):
 @triton.jit
 def turn(position, freqs_ptr, D: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
     """cos and sin of one position for each of the D / 2 pairs, and which of them turn: the last R / 2."""
-    k = tl.arange(0, D // 2) - (D - R) // 2
-    freq = tl.load(freqs_ptr + k, mask=k >= 0, other=0.0)
+    freq, turns = frequencies(freqs_ptr, D, R)
     cos, sin = sincos(position.to(tl.float32) * freq, INTERPRET)
-    return cos, sin, k >= 0
+    return cos, sin, turns
+
+
+@triton.jit
+def frequencies(freqs_ptr, D: tl.constexpr, R: tl.constexpr):
+    """The frequency of each of the D / 2 pairs, and which of them turn: the last R / 2."""
+    k = tl.arange(0, D // 2) - (D - R) // 2
+    return tl.load(freqs_ptr + k, mask=k >= 0, other=0.0), k >= 0
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from deepdecode.ladder.gates import Gate
 from deepdecode.ops.indexer import index_topk_ref
 from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.rope import rope
 from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import AttnInputs, AttnReady, CompressorState, LayerCache, Ops, Step
 from deepdecode.testing.numeric import rel_err
@@ -200,7 +201,7 @@ def _parts(entry: str, given: Any, args: tuple[Any, ...]) -> dict[str, Tensor]:
         size = args[2].gate.shape[0]
         return {"ids": ids, "weights": weights.new_zeros(len(ids), size).scatter_(1, ids.long(), weights)}
     if entry == "sparse_attn":
-        return {"o": given[0] if isinstance(given, tuple) else given}
+        return {"o": given}
     return {{"embed": "streams", "attn_out": "y", "moe": "y", "head": "logits", "sample": "tokens"}[entry]: given}
 
 
@@ -269,8 +270,8 @@ def _float64() -> Ops:
         visible = step.entry_lens[4]
         return index_topk_ref(query, index_weights.double(), keys, step.block_tables, step.slots, visible, topk)
 
-    def sparse_attn(q: Tensor, *args: Any, sink: Tensor, scale: float) -> Tensor:
-        return sparse_attn_ref(q.double(), *args, sink=sink.double(), scale=scale)[0]
+    def sparse_attn(q: Tensor, *args: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
+        return rope(sparse_attn_ref(q.double(), *args, sink=sink.double(), scale=scale)[0], positions, freqs, inverse=True)
 
     def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: Any, config: Any, shared_rows: int | None) -> Tensor:
         return moe_ref(x.double(), ids, expert_weights.double(), weights, config.swiglu_limit, shared_rows)

@@ -15,6 +15,7 @@ from deepdecode.model import ModelWeights
 from deepdecode.ops.attention import sparse_attn_ref
 from deepdecode.ops.indexer import index_logits_ref, index_topk_ref
 from deepdecode.ops.reference import REFERENCE
+from deepdecode.ops.rope import rope
 from deepdecode.ops.rows import PagedRows, read_rows
 from deepdecode.ops.table import Ops, Step
 from deepdecode.runner import Runner
@@ -61,11 +62,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Captured:
-    """The arguments of one call of sparse_attn, and what it gave; caches are not copied."""
+    """The arguments of one call of sparse_attn, turn its positions and freqs, and what it gave; caches are not copied."""
 
     args: tuple[Any, ...]
     sink: Tensor | None
     scale: float
+    turn: tuple[Tensor, Tensor]
     out: Tensor
 
     @property
@@ -76,13 +78,14 @@ class Captured:
         q, window, indices, lens, extra, extra_indices, extra_lens = self.args
         more = (None, None) if extra is None else (extra_indices[:count], extra_lens[:count])
         return Captured(
-            (q[:count], window, indices[:count], lens[:count], extra, *more), self.sink, self.scale, self.out[:count]
-        )
+            (q[:count], window, indices[:count], lens[:count], extra, *more), self.sink, self.scale,
+            (self.turn[0][:count], self.turn[1]), self.out[:count],
+        )  # fmt: skip
 
     def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
         q, *rest = self.args
         sink = None if self.sink is None else self.sink.to(dtype)
-        return sparse_attn_ref(q.to(dtype), *rest, sink=sink, scale=self.scale)[0]
+        return rope(sparse_attn_ref(q.to(dtype), *rest, sink=sink, scale=self.scale)[0], *self.turn, inverse=True)
 
 
 def capturing(ops: Ops) -> tuple[Ops, list[Captured]]:
@@ -92,11 +95,10 @@ def capturing(ops: Ops) -> tuple[Ops, list[Captured]]:
     def sparse_attn(q, window, indices, lens, extra=None, extra_indices=None, extra_lens=None, **options):
         args = (q, window, indices, lens, extra, extra_indices, extra_lens)
         given = ops.sparse_attn(*args, **options)
-        out = given[0] if isinstance(given, tuple) else given
-        one = Captured(args, options.get("sink"), options.get("scale") or q.shape[-1] ** -0.5, out)
+        one = Captured(args, options["sink"], options["scale"], (options["positions"].clone(), options["freqs"]), given)
         if all(one.keys != other.keys for other in found):
             copies = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
-            found.append(replace(one, args=copies, out=out.clone()))
+            found.append(replace(one, args=copies, out=given.clone()))
         return given
 
     return replace(ops, sparse_attn=sparse_attn), found

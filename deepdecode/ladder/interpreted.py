@@ -67,19 +67,21 @@ class Calls:
 def _pack_attention(call: Captured) -> dict[str, Any]:
     caches = [arg and (arg.data, arg.page_size, arg.fmt) for arg in (call.args[1], call.args[4])]
     args = [arg for arg in call.args if not isinstance(arg, PagedRows)]
-    return {"args": args, "caches": caches, "sink": call.sink, "scale": call.scale, "out": call.out}
+    return {"args": args, "caches": caches, "sink": call.sink, "scale": call.scale, "turn": call.turn, "out": call.out}
 
 
 def _unpack_attention(packed: dict[str, Any]) -> Captured:
     window, extra = (cache and PagedRows(*cache) for cache in packed["caches"])
     q, indices, lens, *more = packed["args"]
     extra_args = (extra, *more) if extra else (None, None, None)
-    return Captured((q, window, indices, lens, *extra_args), packed["sink"], packed["scale"], packed["out"])
+    return Captured((q, window, indices, lens, *extra_args), packed["sink"], packed["scale"], packed["turn"], packed["out"])
 
 
 def attention_checks(packed: list[dict[str, Any]]) -> Iterator[Found]:
     """The kernel of every card but Hopper's, in one piece and split, against float64."""
     from deepdecode.kernels import attention as kernel
+    from deepdecode.kernels import rope
+    from deepdecode.kernels.attention_merge import Turn
     from deepdecode.kernels.attention_plan import case_of, plan, plan_unsplit
 
     calls = [_unpack_attention(call).first(TOKENS) for call in packed]
@@ -91,7 +93,10 @@ def attention_checks(packed: list[dict[str, Any]]) -> Iterator[Found]:
             config = choose(case_of(q, window, indices, extra, extra_indices, gluon=False), CARD)
             args = (_halves(q), *call.args[1:])
             out = torch.full_like(args[0], float("nan"))
-            kernel.launch(*args, sink=call.sink, scale=call.scale, out=out, lse=None, workspace=None, config=config)
+            turn = Turn(*call.turn) if config.splits > 1 else None
+            kernel.launch(*args, sink=call.sink, scale=call.scale, out=out, lse=None, workspace=None, config=config, turn=turn)
+            if turn is None:
+                rope.launch(out, *call.turn, inverse=True, arch=80, out=out)
             errors.append(rel_err(out, replace(call, args=args).reference()))
         yield "sparse_attn", name, max(errors), MAX_ERR, f"{keys} keys"
 

@@ -7,10 +7,12 @@ A row is key and value at once. The sink is a learned logit of each head: it tak
 
 import math
 import os
+from typing import Any
 
 import torch
 
 from deepdecode.ops._check import FLOATS, expect, fall_back, kernel_runs, readable, torch_op, use_kernel, wide, wide_type
+from deepdecode.ops.rope import expect_turn, rope
 from deepdecode.ops.rows import PagedRows, read_rows
 
 Tensor = torch.Tensor
@@ -141,6 +143,29 @@ def sparse_attn_prefill(
     return _sparse_attn("sparse_attn_prefill", *args, sink, scale, out, return_lse, workspace, deterministic)
 
 
+def sparse_attn_turned(
+    q: Tensor,
+    window: PagedRows,
+    window_indices: Tensor,
+    window_lens: Tensor,
+    extra: PagedRows | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    *,
+    sink: Tensor,
+    scale: float,
+    positions: Tensor,
+    freqs: Tensor,
+) -> Tensor:
+    """`sparse_attn_decode` and then `rope` with inverse=True, rounded once; where keys are split, in no launch more.
+
+    positions, freqs: contiguous, as `rope` takes them. Other arguments and errors as those two have them.
+    """
+    args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
+    expect_turn("sparse_attn_turned", q, positions, freqs)
+    return _sparse_attn("sparse_attn_turned", *args, sink, scale, None, False, None, False, positions, freqs)
+
+
 def workspace_bytes(
     T: int,
     H: int,
@@ -189,7 +214,9 @@ def _sparse_attn(
     return_lse: bool,
     workspace: Tensor | None,
     deterministic: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    positions: Tensor | None = None,
+    freqs: Tensor | None = None,
+) -> Any:
     for name, cache in (("window", window), ("extra", extra)):
         if not isinstance(cache, PagedRows) and (cache is not None or name == "window"):
             raise ValueError(f"{op}: {name} must be PagedRows, got {type(cache).__name__}")
@@ -221,7 +248,7 @@ def _sparse_attn(
         extras = (None, 0, "") if extra is None else (extra.data, extra.page_size, extra.fmt)
         _attend_op(
             q, window.data, window.page_size, window.fmt, window_indices, window_lens, *extras, extra_indices, extra_lens,
-            sink, scale, deterministic, out, lse, workspace,
+            sink, scale, deterministic, out, lse, workspace, positions, freqs,
         )  # fmt: skip
     return out if lse is None else (out, lse)
 
@@ -244,6 +271,8 @@ def _attend_caches(
     out: Tensor,
     lse: Tensor | None,
     workspace: Tensor | None,
+    positions: Tensor | None = None,
+    freqs: Tensor | None = None,
 ) -> None:
     """Fill out and lse from arguments that `_sparse_attn` has checked: the kernel where there is one, else the reference."""
     window_rows = PagedRows(window, window_page, window_fmt)
@@ -253,15 +282,16 @@ def _attend_caches(
         from deepdecode.kernels import launching as kernel  # the only import of Triton on this path
 
         reason = kernel.attend(
-            *args, sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, deterministic=deterministic
-        )
+            *args, sink=sink, scale=scale, out=out, lse=lse, workspace=workspace, deterministic=deterministic,
+            positions=positions, freqs=freqs,
+        )  # fmt: skip
         if reason is None:
             kernel_runs["sparse_attn"] += 1
             return
         keys = window_indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
         fall_back("sparse_attn", f"q {list(q.shape)}, {keys} keys, {window_fmt} rows", reason)
     result, result_lse = sparse_attn_ref(wide(q), *args[1:], sink=sink, scale=scale)
-    out.copy_(result)
+    out.copy_(result if positions is None or freqs is None else rope(result, positions, freqs, inverse=True))
     if lse is not None:
         lse.copy_(result_lse)
 

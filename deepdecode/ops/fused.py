@@ -12,8 +12,8 @@ import torch
 from deepdecode.config import ModelConfig
 from deepdecode.ops import launches, reference
 from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel
-from deepdecode.ops.attention import sparse_attn_decode
-from deepdecode.ops.linear import grouped_linear, linear, linear_beside, norm_linear
+from deepdecode.ops.attention import sparse_attn_turned
+from deepdecode.ops.linear import linear, linear_beside, norm_linear
 from deepdecode.ops.table import (
     AttnInputs,
     AttnReady,
@@ -206,17 +206,17 @@ def _prepare(
     return AttnReady(ready, index_q, index_weights, cache.window)
 
 
-def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
-    """See `ops.reference.attn_out`. The rotation is one launch beside the products'."""
-    if use_kernel(o) and len(o) and o.is_contiguous():
-        from deepdecode.kernels import rope as kernel
+def sparse_attn(q: Tensor, *caches: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
+    """See `ops.reference.sparse_attn`. The rotation is the merge's of split keys, else a launch of its own."""
+    attend = sparse_attn_turned if use_kernel(q) else reference.sparse_attn
+    return attend(q, *caches, sink=sink, scale=scale, positions=positions, freqs=freqs)
 
-        T = len(o)
-        if _runs("attn_out", o, f"o {list(o.shape)}", kernel.supports(T, o.shape[2], 2 * len(freqs), _dtype(o))):
-            o = launches.rope_back(o, positions, freqs)
-            per_group = weights.wo_a.shape[-1]
-            return linear(grouped_linear(o.view(T, -1, per_group), weights.wo_a).view(T, -1), weights.wo_b)
-    return reference.attn_out(o, positions, freqs, weights)
+
+def attn_out(o: Tensor, weights: AttnWeights) -> Tensor:
+    """See `ops.reference.attn_out`. Two launches."""
+    if not use_kernel(o):
+        return reference.attn_out(o, weights)
+    return _product("attn_out", reference.attn_out, o, weights)
 
 
 def route(x: Tensor, tokens: Tensor, weights: MoeWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ FUSED = Ops(
     q_proj=q_proj,
     attn_prepare=attn_prepare,
     index_topk=reference.index_topk,
-    sparse_attn=sparse_attn_decode,
+    sparse_attn=sparse_attn,
     attn_out=attn_out,
     route=route,
     moe=reference.moe,

@@ -3,6 +3,8 @@
 This is what runs off the GPU, and what every fused kernel is compared with.
 """
 
+from typing import Any
+
 import torch
 
 from deepdecode.config import ModelConfig
@@ -159,11 +161,16 @@ def index_topk(index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: St
     return fine_index_topk(index_q, index_weights, keys, step.block_tables, step.slots, step.entry_lens[4], topk)
 
 
-def attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
-    """[T, H, D] -> [T, C]: rotate back, project each group of heads by itself, then together."""
+def sparse_attn(q: Tensor, *caches: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
+    """[T, H, D]: attention over the rows named in both caches, as `sparse_attn_decode` takes them, rotated back."""
+    return rope(sparse_attn_decode(q, *caches, sink=sink, scale=scale), positions, freqs, inverse=True)
+
+
+def attn_out(o: Tensor, weights: AttnWeights) -> Tensor:
+    """[T, H, D] -> [T, C]: project each group of heads by itself, then together."""
     T, H, D = o.shape
     per_group = weights.wo_a.shape[-1]
-    o = rope(o, positions, freqs, inverse=True).reshape(T, H * D // per_group, per_group)
+    o = o.reshape(T, H * D // per_group, per_group)
     return linear(grouped_linear(o, weights.wo_a).reshape(T, -1), weights.wo_b)
 
 
@@ -201,7 +208,7 @@ REFERENCE = Ops(
     q_proj=q_proj,
     attn_prepare=attn_prepare,
     index_topk=index_topk,
-    sparse_attn=sparse_attn_decode,
+    sparse_attn=sparse_attn,
     attn_out=attn_out,
     route=route,
     moe=moe,

@@ -63,15 +63,20 @@ def rope(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor, *, inver
     Raises:
         ValueError: an argument has another shape, dtype or device.
     """
-    R = 2 * freqs.numel()
-    if x.dim() < 2 or x.dtype not in FLOATS or x.shape[-1] < R:
-        raise ValueError(f"rope: x must be [T, ..., at least {R}] bfloat16, float32 or float64, got {describe(x)}")
-    if list(positions.shape) != [len(x)] or positions.dtype not in INTEGERS or positions.device != x.device:
-        raise ValueError(f"rope: positions must be [{len(x)}] int32 or int64 on {x.device}, got {describe(positions)}")
-    if freqs.dim() != 1 or R == 0 or freqs.dtype not in FLOATS[1:] or freqs.device != x.device:
-        raise ValueError(f"rope: freqs must be [rope_dim / 2] float32 or float64 on {x.device}, got {describe(freqs)}")
+    expect_turn("rope", x, positions, freqs)
     if x.numel() == 0:
         return torch.empty_like(x)
     inner = wide(x)
     angles = positions.to(inner.dtype)[:, None] * freqs.to(inner.dtype)
     return rope_ref(inner, -angles if inverse else angles).to(x.dtype)
+
+
+def expect_turn(op: str, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor) -> None:
+    """Raise ValueError unless x can be turned by these, as `rope` has it."""
+    R = 2 * freqs.numel()
+    if x.dim() < 2 or x.dtype not in FLOATS or x.shape[-1] < R:
+        raise ValueError(f"{op}: x must be [T, ..., at least {R}] bfloat16, float32 or float64, got {describe(x)}")
+    if list(positions.shape) != [len(x)] or positions.dtype not in INTEGERS or positions.device != x.device:
+        raise ValueError(f"{op}: positions must be [{len(x)}] int32 or int64 on {x.device}, got {describe(positions)}")
+    if freqs.dim() != 1 or R == 0 or freqs.dtype not in FLOATS[1:] or freqs.device != x.device:
+        raise ValueError(f"{op}: freqs must be [rope_dim / 2] float32 or float64 on {x.device}, got {describe(freqs)}")

@@ -8,7 +8,6 @@ Activations have the dtype of the embedding weight: bfloat16 in the product, flo
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -186,8 +185,7 @@ class Ops:
     q_proj: Callable[..., tuple[Tensor, Tensor | None]]
     attn_prepare: Callable[..., AttnReady]
     index_topk: Callable[..., tuple[Tensor, Tensor]]
-    # a tensor, or a pair of tensors where the caller asks for lse
-    sparse_attn: Callable[..., Any]
+    sparse_attn: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     moe: Callable[..., Tensor]

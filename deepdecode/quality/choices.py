@@ -116,10 +116,10 @@ def _q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tupl
     return q, index_q.reshape(len(q), -1, config.index_head_dim) if index_q.shape[1] else None
 
 
-def _attn_out(o: Tensor, positions: Tensor, freqs: Tensor, weights: AttnWeights) -> Tensor:
+def _attn_out(o: Tensor, weights: AttnWeights) -> Tensor:
     T, H, D = o.shape
     per_group = weights.wo_a.shape[-1]
-    o = rope(o, positions, freqs, inverse=True).reshape(T, H * D // per_group, per_group)
+    o = o.reshape(T, H * D // per_group, per_group)
     return linear(fake_quant_fp8(grouped_linear(o, weights.wo_a).reshape(T, -1)), weights.wo_b)
 
 
@@ -151,6 +151,8 @@ def sparse_attn(round_: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         *,
         sink: Tensor,
         scale: float,
+        positions: Tensor,
+        freqs: Tensor,
     ) -> Tensor:
         outs, lses = [], []
         none = window_lens.new_zeros(window_lens.shape)
@@ -171,7 +173,7 @@ def sparse_attn(round_: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         lse = torch.stack(lses)
         # the sink takes weight and gives nothing
         shares = torch.cat((lse, sink.to(lse.dtype).expand(1, *lse.shape[1:]))).softmax(dim=0)[:-1]
-        return (torch.stack(outs) * shares[..., None]).sum(dim=0).to(q.dtype)
+        return rope((torch.stack(outs) * shares[..., None]).sum(dim=0).to(q.dtype), positions, freqs, inverse=True)
 
     return attend
 
