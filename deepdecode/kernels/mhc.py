@@ -249,6 +249,23 @@ def _balance4(a, b, c, d, eps, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _sum4(a, b, c, d, v0, v1, v2, v3):
+    return a * v0 + b * v1 + c * v2 + d * v3
+
+
+@triton.jit
+def _others(s0, s1, s2, s3):
+    """Each sum's three others multiplied, over something near the first such product, which keeps them in range.
+
+    So all are one factor from the sums' reciprocals. The bits of a number, turned round, are its reciprocal to an eighth.
+    """
+    p01, p23 = s0 * s1, s2 * s3
+    u0, u1, u2, u3 = s1 * p23, s0 * p23, s3 * p01, s2 * p01
+    unit = (0x7F000000 - u0.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return u0 * unit, u1 * unit, u2 * unit, u3 * unit
+
+
+@triton.jit
 def _pick(sums, i: tl.constexpr):
     """One of the sums, for every thread."""
     return tl.sum(tl.where(tl.arange(0, sums.shape[0]) == i, sums, 0.0), 0)
@@ -360,11 +377,30 @@ def mhc_read_kernel(
         c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
         c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
         c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps, INTERPRET)
-        for _ in range(1, iters):
+        for _ in range(1, tl.minimum(iters, 2)):
             c00, c01, c02, c03 = _balance4(c00, c01, c02, c03, hc_eps, INTERPRET)
             c10, c11, c12, c13 = _balance4(c10, c11, c12, c13, hc_eps, INTERPRET)
             c20, c21, c22, c23 = _balance4(c20, c21, c22, c23, hc_eps, INTERPRET)
             c30, c31, c32, c33 = _balance4(c30, c31, c32, c33, hc_eps, INTERPRET)
+            c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
+            c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
+            c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
+            c03, c13, c23, c33 = _balance4(c03, c13, c23, c33, hc_eps, INTERPRET)
+        if iters > 2:
+            # Units of all rows, or all columns, may be off by one factor: no reciprocal is waited for until the last step. That
+            # step alone takes hc_eps, which beside sums near 1 counts for nothing in those before
+            v0, v1, v2, v3 = 1.0, 1.0, 1.0, 1.0
+            for _ in range(3, iters):
+                s0, s1 = _sum4(c00, c01, c02, c03, v0, v1, v2, v3), _sum4(c10, c11, c12, c13, v0, v1, v2, v3)
+                s2, s3 = _sum4(c20, c21, c22, c23, v0, v1, v2, v3), _sum4(c30, c31, c32, c33, v0, v1, v2, v3)
+                u0, u1, u2, u3 = _others(s0, s1, s2, s3)
+                s0, s1 = _sum4(c00, c10, c20, c30, u0, u1, u2, u3), _sum4(c01, c11, c21, c31, u0, u1, u2, u3)
+                s2, s3 = _sum4(c02, c12, c22, c32, u0, u1, u2, u3), _sum4(c03, c13, c23, c33, u0, u1, u2, u3)
+                v0, v1, v2, v3 = _others(s0, s1, s2, s3)
+            c00, c01, c02, c03 = _balance4(c00 * v0, c01 * v1, c02 * v2, c03 * v3, 0.0, INTERPRET)
+            c10, c11, c12, c13 = _balance4(c10 * v0, c11 * v1, c12 * v2, c13 * v3, 0.0, INTERPRET)
+            c20, c21, c22, c23 = _balance4(c20 * v0, c21 * v1, c22 * v2, c23 * v3, 0.0, INTERPRET)
+            c30, c31, c32, c33 = _balance4(c30 * v0, c31 * v1, c32 * v2, c33 * v3, 0.0, INTERPRET)
             c00, c10, c20, c30 = _balance4(c00, c10, c20, c30, hc_eps, INTERPRET)
             c01, c11, c21, c31 = _balance4(c01, c11, c21, c31, hc_eps, INTERPRET)
             c02, c12, c22, c32 = _balance4(c02, c12, c22, c32, hc_eps, INTERPRET)
