@@ -110,7 +110,7 @@ def gate_top(arch):
     from deepdecode.kernels import gate as kernel
 
     types = pointers(part="fp32", bias="fp32", ids="i32", weights="fp32") | {"T": "i32", "E": "i32:16", "routed_scale": "fp32"}
-    constants = {"SPLITS": 8, "TOP": 6, "BLOCK_TOP": 8, "BLOCK_E": 256, "HAS_BIAS": True, "PDL": arch >= 90}
+    constants = {"SPLITS": 8, "TOP": 6, "BLOCK_E": 256, "HAS_BIAS": True, "PDL": arch >= 90}
     return kernel.gate_top_kernel, types, constants, 1
 
 

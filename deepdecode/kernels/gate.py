@@ -87,6 +87,10 @@ def gate_logits_kernel(
     tl.store(at, z, mask=(e < E)[:, None] & (t < T)[None, :])
 
 
+# what stands behind every choice
+LOWEST = tl.constexpr(-(2**31))
+
+
 @triton.jit(do_not_specialize=["T"])
 def gate_top_kernel(
     part_ptr,
@@ -98,7 +102,6 @@ def gate_top_kernel(
     routed_scale,
     SPLITS: tl.constexpr,
     TOP: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,7 +109,6 @@ def gate_top_kernel(
     """One token: sum its logits' parts, score, and take the largest TOP times, the lower id first of equal ones."""
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
-    k = tl.arange(0, BLOCK_TOP)
     bias = tl.zeros([BLOCK_E], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)
@@ -118,24 +120,20 @@ def gate_top_kernel(
         z += tl.load(part_ptr + (split * T + t) * E + e, mask=e < E, other=0.0)
     score = _score(z)
     choice = score + bias
-    # bits that order as the numbers do, NaN above all; below them the id, turned round: one number decides
+    # bits that order as the numbers do, NaN above all: a warp finds the largest of 32 bits by one instruction
     bits = (choice + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(choice != choice, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
-    key = tl.where(e < E, key, -0x7FFFFFFFFFFFFFFF)
-    ids = tl.zeros([BLOCK_TOP], tl.int32)
-    chosen = tl.zeros([BLOCK_TOP], tl.float32)
+    order = tl.where(e < E, order, LOWEST)
+    place = tl.full([BLOCK_E], TOP, tl.int32)
     for i in tl.static_range(TOP):
-        best = tl.max(key, 0)
-        found = 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32)
-        value = tl.sum(tl.where(e == found, score, 0.0), 0)
-        ids = tl.where(k == i, found, ids)
-        chosen = tl.where(k == i, value, chosen)
-        key = tl.where(e == found, -0x7FFFFFFFFFFFFFFF, key)
-    total = tl.sum(chosen, 0) + 1e-20
-    weight = tl.div_rn(chosen, tl.zeros([BLOCK_TOP], tl.float32) + total) * routed_scale
-    tl.store(ids_ptr + t * TOP + k, ids, mask=k < TOP)
-    tl.store(weights_ptr + t * TOP + k, weight, mask=k < TOP)
+        best = tl.max(order, 0)
+        found = tl.min(tl.where(order == best, e, BLOCK_E), 0)
+        place = tl.where(e == found, i, place)
+        order = tl.where(e == found, LOWEST, order)
+    taken = place < TOP
+    factor = routed_scale / (tl.sum(tl.where(taken, score, 0.0), 0) + 1e-20)
+    tl.store(ids_ptr + t * TOP + place, e, mask=taken)
+    tl.store(weights_ptr + t * TOP + place, score * factor, mask=taken)
 
 
 @triton.jit
@@ -209,7 +207,7 @@ def launch(
         PDL=config.pdl, INTERPRET=not x.is_cuda, num_warps=config.num_warps, **pdl,
     )  # fmt: skip
     gate_top_kernel[T,](
-        part, bias, ids, weights, T, E, routed_scale, SPLITS=splits, TOP=top_k, BLOCK_TOP=block_top,
+        part, bias, ids, weights, T, E, routed_scale, SPLITS=splits, TOP=top_k,
         BLOCK_E=triton.next_power_of_2(E), HAS_BIAS=bias is not None, PDL=config.pdl, num_warps=1, **pdl,
     )  # fmt: skip
     return ids, weights
