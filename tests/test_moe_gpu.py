@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepdecode.kernels.moe_plan import Stage, Stream
+from deepdecode.kernels.moe_plan import Few, Stage, Stream
 from deepdecode.ops.moe import moe, moe_ref
 from deepdecode.ops.quant import E8M0, Weight
 from deepdecode.testing.experts import random_experts, random_routes
@@ -89,6 +89,32 @@ def test_streams_in_every_form(stage):
         moe_stream.launch(x, ids, weights, *stored, 3, LIMIT, out, Stream(stage, stage, block_t=block_t, shared_t=shared_t))
         assert rel_err(out, want) < MAX_ERR
         assert worst_row_err(out, want) < MAX_ROW_ERR
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="planned for sm_90 only")
+@pytest.mark.parametrize(("I", "shared_I"), [(256, 512), (512, 256), (1024, 1024)])
+def test_few_tokens_in_every_form(I, shared_I):
+    """Programs that take pairs in turn or one each, of experts here, elsewhere and nowhere; a NaN stays alone."""
+    from deepdecode.kernels import moe_few
+
+    w = random_experts(12, 1024, I, shared_I, first=3, device="cuda")
+    stored = [part for weight in (w.w13, w.w2, w.shared13, w.shared2) for part in (weight.data, weight.scale)]
+    for T, turns, together in ((1, False, 8), (5, True, 1024 // I)):
+        x, (ids, weights) = inputs(T, 1024), random_routes(T, 20, 6, device="cuda")
+        ids[-1, 1:3] = torch.tensor([-1, 2**31 - 1], device="cuda")
+        config = Few(ahead=1, turns=turns, block_c=16, together=together)
+
+        def run(x, out, ids=ids, weights=weights, config=config):
+            moe_few.launch(x, ids, weights, *stored, 3, LIMIT, out.fill_(float("nan")), config)
+            return out
+
+        got = run(x, torch.empty_like(x))
+        assert worst_row_err(got, moe_ref(x.double(), ids, weights.double(), w, LIMIT)) < MAX_ROW_ERR
+        if T > 1:
+            x[1, 77] = float("nan")
+            bad = run(x, torch.empty_like(x))
+            assert bad[1].isnan().all()
+            assert same_bits(bad[[0, 2, 3, 4]], got[[0, 2, 3, 4]])
 
 
 @pytest.mark.parametrize(("C", "I", "shared_I"), [(1536, 384, 384), (3072, 1024, 512), (512, 128, 384)])

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from deepdecode.kernels import moe as kernel  # noqa: E402
-from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, plan_stream, supports  # noqa: E402
+from deepdecode.kernels.moe_plan import Case, Config, Tile, plan, plan_few, plan_stream, supports  # noqa: E402
 
 FP32_STEP = 2e-6  # the interpreter multiplies in float32, and h stays float32 there
 LIMIT = 10.0
@@ -189,6 +189,20 @@ def test_streams_where_their_tiles_divide_the_experts():
     for change in ({"weight": "fp8"}, {"shared": "bfloat16"}, {"C": 4096 + 64}, {"I": 2048 + 32}, {"T": 1024}):
         assert plan_stream(replace(some, **change), h200) is None
     assert plan_stream(some, find_card("A100")) is None and plan_stream(some, find_card("B200")) is None
+
+
+def test_one_token_takes_each_pair_for_itself():
+    """An eighth of each expert, some whole ones, and what takes the other launches."""
+    h200 = find_card("H200")
+    narrow, whole = Case(1, 6, 256, 4096, 256, 256), Case(1, 6, 32, 4096, 2048, 2048)
+    # all six experts of a token at a time, where each has 256 columns; else a warp has a slice of one
+    assert plan_few(narrow, h200).together == 8 and not plan_few(narrow, h200).turns
+    assert plan_few(whole, h200).together == 1 and plan_few(whole, h200).turns
+    assert plan_few(replace(whole, E=256), h200) is None
+    changes = ({"weight": "fp8"}, {"shared": "bfloat16"}, {"C": 4096 + 128}, {"I": 384}, {"shared_I": 128}, {"T": 2})
+    for change in (*changes, {"shared_rows": 0}):
+        assert plan_few(replace(narrow, **change), h200) is None
+    assert plan_few(narrow, find_card("A100")) is None and plan_few(narrow, find_card("B200")) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from deepdecode.kernels import moe_gemv
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.launching import gluon_ready
 from deepdecode.kernels.linear import KINDS, bits, layout_reason, rows_of, weight_name
-from deepdecode.kernels.moe_plan import Case, Config, Stream, Tile, plan, plan_stream, supports
+from deepdecode.kernels.moe_plan import Case, Config, Few, Stream, Tile, plan, plan_few, plan_stream, supports
 from deepdecode.kernels.product import blocks_of, product
 
 # ids that a program looks at at once
@@ -471,6 +471,12 @@ def run(
     ids, weights = ids.contiguous(), weights.contiguous()
     # Triton launches on the current device
     with torch.cuda.device(x.device):
+        config = _few(case, card, x, *stored)
+        if config is not None:
+            from deepdecode.kernels import moe_few
+
+            moe_few.launch(x, ids, weights, *stored, first_expert, limit, out, config)
+            return None
         few = moe_gemv.covers(T, C, case.I, case.shared_I, kind, shared_kind, card.arch)
         if few and shared_rows == T and x.is_contiguous() and x.data_ptr() % 4 == 0:
             moe_gemv.launch(x, ids, weights, *stored, first_expert, limit, out, card.arch)
@@ -487,11 +493,19 @@ def run(
 
 def _stream(case: Case, card: Card, x: torch.Tensor, *stored: torch.Tensor | None) -> Stream | None:
     """The streaming launches, where they cover what was given."""
+    return plan_stream(case, card) if _plain(x, *stored) else None
+
+
+def _few(case: Case, card: Card, x: torch.Tensor, *stored: torch.Tensor | None) -> Few | None:
+    """The launches of a few tokens, where they cover what was given."""
+    return plan_few(case, card) if _plain(x, *stored) else None
+
+
+def _plain(x: torch.Tensor, *stored: torch.Tensor | None) -> bool:
+    """Whether Gluon's kernels can read what was given: E8M0 scales, everything contiguous and aligned."""
     if not gluon_ready() or any(scale is None or scale.dtype != torch.float8_e8m0fnu for scale in stored[1::2]):
-        return None
-    if not all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in (x, *stored)):
-        return None
-    return plan_stream(case, card)
+        return False
+    return all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in (x, *stored))
 
 
 def _kind(w: torch.Tensor) -> str:

@@ -103,8 +103,8 @@ def fp4_operand(words, scale, S: gl.constexpr, M: gl.constexpr):
 
 
 @gluon.jit
-def fp8_operand(words, S: gl.constexpr, M: gl.constexpr):
-    """int32 [S, M, 32] -> float16 [S, M, 128], columns (8 codes of a block of 32, pair of codes, block, half)."""
-    a, b, c, d = _fp8(gl.reshape(words, (S, M, 4, 8)))
-    values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (S, M, 4, 4, 2, 2, 2))
-    return gl.reshape(gl.permute(values, (0, 1, 3, 5, 6, 2, 4)), (S, M, 128))
+def fp8_operand(words, S: gl.constexpr, M: gl.constexpr, P: gl.constexpr = 8):
+    """int32 [S, M, 4 * P], P words of a lane -> float16 [S, M, 16 * P], columns (8 codes, pair of codes, lane, half)."""
+    a, b, c, d = _fp8(gl.reshape(words, (S, M, 4, P)))
+    values = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), (S, M, 4, P // 2, 2, 2, 2))
+    return gl.reshape(gl.permute(values, (0, 1, 3, 5, 6, 2, 4)), (S, M, 16 * P))
