@@ -183,6 +183,20 @@ def test_default_precision_gives_the_same_text(embedded):
         assert list(Speculator(runner, draft).generate([prompt], Sampling(40))) == plain
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_text_is_the_graphs():
+    """Verified by kernels launch by launch, decoded by the same kernels as one graph a step."""
+    checkpoint = open_checkpoint(EMBEDDED)
+    weights = load_model(checkpoint, device="cuda")
+    text = Text(EMBEDDED, checkpoint.config.bos_id)
+    runner = Runner(weights, max_len=200)
+    speculator = Speculator(runner, load_draft(checkpoint, weights))
+    for prompt in (text.encode(PROMPTS[which]) for which in (0, 7, 12)):
+        plain = list(runner.generate([prompt], Sampling(40)))
+        assert list(speculator.generate([prompt], Sampling(40))) == plain
+
+
 def test_the_draft_is_the_trained_one(folder, model):
     """What the block proposes along a text is what the trainer's forward says it is."""
     weights, draft = model
