@@ -442,7 +442,9 @@ def _constants(gated: bool, T: int, top_k: int, C: int, I: int, shared_I: int, c
     """The constants of one of the two launches."""
     common = {"I": I, "SHARED_I": shared_I, "S": 8, "PDL": True}
     if gated:
-        return common | {"K": C, "HELD": triton.next_power_of_2(T), "AHEAD": config.ahead, "TURNS": config.turns}
+        # a slice has C / 1024 steps
+        steps = {"AHEAD": min(config.ahead, C // 1024), "TURNS": config.turns}
+        return common | steps | {"K": C, "HELD": triton.next_power_of_2(T)}
     return common | {"C": C, "TOP": top_k, "BLOCK_C": config.block_c, "TOGETHER": config.together}
 
 
