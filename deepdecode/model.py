@@ -162,7 +162,7 @@ def attention(
     """One layer's attention over the window and, where the layer compresses, its entries. [T, C] -> [T, C]."""
     freqs = _frequencies(config, ratio, x.device)
     inputs = ops.attn_in(x, weights, config, ratio)
-    q, index_q = ops.q_proj(inputs.q_latent, weights, config)
+    q, index_q = ops.q_proj(inputs, weights, config)
     ready = ops.attn_prepare(q, index_q, inputs, weights, cache, step, freqs, config, ratio)
     entries = lens = None
     if ratio == 4:

@@ -158,7 +158,7 @@ def _out_of(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tenso
     return run
 
 
-def _turned(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _turned(attend: Callable[..., Any]) -> Callable[..., Tensor]:
     """The same and then the fallback's rotation back."""
     from deepdecode.fallback.glue import turned_back
 

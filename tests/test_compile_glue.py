@@ -23,10 +23,10 @@ def pointers(**types):
     return {f"{name}_ptr": f"*{kind}:16" for name, kind in types.items()}
 
 
-def mhc_mix(arch, C=4096, rows=24):
+def mhc_mix(arch, C=4096, rows=24, T=5):
     from deepdecode.kernels import mhc as kernel
 
-    config = kernel.plan(C, arch)
+    config = kernel.plan(C, arch, T)
     types = pointers(
         y="bf16", streams="bf16", post="fp32", comb="fp32", fn="fp32", out="bf16", part="fp32"
     ) | {"T": "i32", "C": "i32:16"}  # fmt: skip
@@ -65,7 +65,7 @@ def mhc_read(arch, C=4096, rows=24):
     return kernel.mhc_read_kernel, types, constants, config.read_warps
 
 
-def prepare(arch, ratio=4, fp8=True):
+def prepare(arch, ratio=4, fp8=True, latent=1024):
     from deepdecode.kernels import prepare as kernel
 
     config = kernel.plan(64, arch)
@@ -84,7 +84,8 @@ def prepare(arch, ratio=4, fp8=True):
     types |= ints("window_stride comp_stride key_stride stride_qt stride_kvt stride_comp_t stride_index_t", "i32:16")
     types |= ints("stride_index_qt stride_weights_t", "i32:16") | ints("norm_eps index_scale", "fp32")
     constants = {"RATIO": ratio, "FP8": fp8, "KEYS_FP8": fp8 and ratio == 4, "D": 512, "R": 64, "BLOCK_H": config.block_h}
-    constants |= {"INDEX_H": 64 if ratio == 4 else 16, "INDEX_D": 128 if ratio == 4 else 16}
+    constants |= {"INDEX_H": 64 if ratio == 4 else 16, "INDEX_D": 128 if ratio == 4 else 16, "LATENT": latent}
+    types |= (pointers(latent="bf16") if latent else {}) | {"stride_latent_t": "i32:16"}
     return kernel.rope_prepare_kernel, types, constants | {"PDL": config.pdl, "INTERPRET": False}, config.num_warps
 
 
@@ -166,6 +167,9 @@ def sample(arch):
 
 CASES = {
     "mhc_mix": (mhc_mix, {}),
+    "mhc_mix-16": (mhc_mix, {"T": 16}),
+    "mhc_mix-32": (mhc_mix, {"T": 32}),
+    "mhc_mix-64": (mhc_mix, {"T": 64}),
     "mhc_mix-head": (mhc_mix, {"rows": 4}),
     "mhc_few": (mhc_mix_few, {}),
     "mhc_few-head": (mhc_mix_few, {"rows": 4}),
@@ -176,6 +180,7 @@ CASES = {
     "prepare-4": (prepare, {}),
     "prepare-4-bf16": (prepare, {"fp8": False}),
     "prepare-128": (prepare, {"ratio": 128}),
+    "prepare-4-normed": (prepare, {"latent": 0}),
     "merge": (merge, {}),
     "merge-not-turned": (merge, {"rope_dim": 0}),
     "gate_logits": (gate_logits, {}),

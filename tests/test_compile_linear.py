@@ -41,12 +41,9 @@ def reachable(arch: int) -> list[tuple[str, str, object]]:
                 weight = "fp8" if kind == "fp8" else "bfloat16"
                 config = linear_plan.plan(linear_plan.Case(T, groups, out, K, weight), card)
                 found["linear", kind, config] = None
-            for beside in (2624, 1024):
+            for beside in (0, 2624, 1024):
                 config = linear_plan.plan(linear_plan.Case(T, 1, 1536, 4096, "fp8", beside=beside), card)
-                found["linear and beside", "fp8", config] = None
-            config = linear_plan.plan(linear_plan.Case(T, 1, 12288, 1024, "fp8"), card)
-            if isinstance(config, linear_plan.Gemv):
-                found["norm and linear", "fp8", config] = None
+                found["linear and latent" + " and beside" * (beside > 0), "fp8", config] = None
             for E, I in RANKS:
                 config = moe_plan.plan(moe_plan.Case(T, 6, E, 4096, I, I), card)
                 found["w13", "fp4", config] = found["w2", "fp4", config] = None
@@ -89,7 +86,7 @@ def build(arch: int, name: str, kind: str, config) -> tuple[Compiled, str]:
     from deepdecode.kernels import linear, moe
 
     if "linear" in name:
-        forms = {"beside": "beside" in name, "norm": "norm" in name}
+        forms = {"beside": "beside" in name, "latent": 1024 if "latent" in name else 0}
         *arguments, options = linear.compile_args(config, kind, **forms)
         compiled = compile_kernel(*arguments, arch, **options)
         return compiled, compiled.sass()
@@ -124,7 +121,7 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
         assert 65536 // (compiled.registers * 32) >= (16 if config.tokens == 1 else 12)
         assert compiled.shared <= 1024
         assert "MMA" not in sass
-        if config.pdl and kind == "fp8" and "beside" not in name:
+        if config.pdl and kind == "fp8" and name == "linear":
             # all codes are on their way before the launch in front is waited for
             before, after = (re.findall(r"ld\.global\S*v2\.b32", part) for part in compiled.ptx.split("griddepcontrol.wait"))
             assert len(before) == config.block_m * config.block_k // (8 * 32 * config.num_warps)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepdecode.ops.linear import WIDEN, grouped_linear, linear, linear_beside, norm_linear
-from deepdecode.ops.norm import rms_norm
+from deepdecode.ops.linear import WIDEN, grouped_linear, latent_linear, linear, linear_beside
 from deepdecode.ops.quant import E4M3, E8M0, Weight, dequantize, quantize_fp4, quantize_fp8
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 
@@ -160,13 +159,6 @@ def test_rejects(call, message):
 
 
 @kinds
-def test_a_norm_before_is_the_norm_and_then_the_product(kind):
-    weight, norm = KINDS[kind](torch.randn(70, 96) * 0.05), torch.rand(96) + 0.5
-    for x in (torch.randn(3, 200)[:, 50:146], torch.randn(3, 96).bfloat16(), torch.randn(0, 96)):
-        assert same_bits(norm_linear(x, norm, 1e-6, weight), linear(rms_norm(x, norm, 1e-6), weight))
-
-
-@kinds
 def test_a_weight_beside_is_a_product_of_its_own(kind):
     weight, beside = KINDS[kind](torch.randn(70, 96) * 0.05), Weight(torch.randn(33, 96).bfloat16())
     for x in (torch.randn(3, 96), torch.randn(3, 96).bfloat16(), torch.randn(3, 96).double(), torch.randn(0, 96)):
@@ -175,9 +167,22 @@ def test_a_weight_beside_is_a_product_of_its_own(kind):
         assert same_bits(wide, linear(x, beside, torch.float64 if x.dtype == torch.float64 else torch.float32))
 
 
-def test_norm_linear_rejects_what_it_cannot_take():
+@kinds
+def test_the_first_columns_a_second_time(kind):
+    weight, beside, norm = KINDS[kind](torch.randn(70, 96) * 0.05), Weight(torch.randn(33, 96).bfloat16()), torch.rand(40) + 0.5
+    for x in (torch.randn(3, 96), torch.randn(3, 96).bfloat16(), torch.randn(0, 96)):
+        out, wide, scaled = latent_linear(x, weight, beside, norm.to(x.dtype))
+        assert same_bits(out, linear(x, weight))
+        assert same_bits(wide, linear(x, beside, torch.float32))
+        assert same_bits(scaled, (out[:, :40].float() * norm.to(x.dtype)).to(x.dtype))
+        alone = latent_linear(x, weight, None, norm.to(x.dtype))
+        assert alone[1] is None
+        assert same_bits(alone[2], scaled)
+
+
+def test_latent_linear_rejects_what_it_cannot_take():
     weight = Weight(torch.randn(8, 32))
-    with pytest.raises(ValueError, match=r"norm_linear: x must be \[T, 32\], got \[2, 31\] float32 on cpu"):
-        norm_linear(torch.randn(2, 31), torch.ones(32), 1e-6, weight)
-    with pytest.raises(ValueError, match=r"norm_linear: norm must be \[32\] .* got \[31\] float32 on cpu"):
-        norm_linear(torch.randn(2, 32), torch.ones(31), 1e-6, weight)
+    with pytest.raises(ValueError, match=r"latent_linear: norm must be .* got \[4\] bfloat16 on cpu"):
+        latent_linear(torch.randn(2, 32), weight, None, torch.ones(4).bfloat16())
+    with pytest.raises(ValueError, match=r"linear: x must be \[..., 32\], got \[2, 31\] float32 on cpu"):
+        latent_linear(torch.randn(2, 31), weight, None, torch.ones(4))

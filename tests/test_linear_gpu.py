@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 
-from deepdecode.ops.linear import grouped_linear, linear, linear_beside, norm_linear
-from deepdecode.ops.norm import rms_norm_ref
+from deepdecode.ops.linear import grouped_linear, latent_linear, linear
 from deepdecode.ops.quant import E4M3, E8M0, Weight, dequantize
 from deepdecode.testing.experts import random_weight
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
@@ -75,20 +74,17 @@ def test_groups(kind, G, out, width):
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 16, 64])
-def test_a_norm_before_and_a_weight_beside(T):
+def test_a_weight_beside_and_the_latent_times_its_norm(T):
     x, weight = draw(T, *SETS["q_kv"], kind="fp8")
     beside = draw(1, *SETS["rest"], kind="bf16", seed=1)[1]
-    got, wide = linear_beside(x, weight, beside)
+    norm = torch.rand(1024, device="cuda").bfloat16() + 0.5
+    got, wide, scaled = latent_linear(x, weight, beside, norm)
     assert wide.dtype == torch.float32
     assert rel_err(got, x.double() @ dequantize(weight, torch.float64).T) < BF16_STEP
     assert worst_row_err(wide, x.double() @ beside.data.double().T) < FP32_STEP
-    _, weight = draw(1, *SETS["q_b of 8"], kind="fp8")
-    norm = torch.rand(1024, device="cuda").bfloat16() + 0.5
-    # the rows of a latent are apart, as `attn_in` gives them
-    latent = got[:, :1024]
-    want = rms_norm_ref(latent.double(), norm.double(), 1e-6) @ dequantize(weight, torch.float64).T
-    # with tensor cores the normed latent is rounded too
-    assert rel_err(norm_linear(latent, norm, 1e-6, weight), want) < 1.5 * BF16_STEP
+    want = (x.double() @ dequantize(weight, torch.float64).T)[:, :1024] * norm.double()
+    assert rel_err(scaled, want) < BF16_STEP
+    assert rel_err(latent_linear(x, weight, None, norm)[2], want) < BF16_STEP
 
 
 def test_head():
@@ -178,7 +174,6 @@ def test_opcheck_and_compile():
     plain = torch.randn(256, 384, device="cuda").bfloat16()
     torch.library.opcheck(torch.ops.deepdecode.linear.default, ("linear", x[:, None], plain, None, torch.bfloat16))
     norm = x[0].clone()
-    torch.library.opcheck(torch.ops.deepdecode.norm_linear.default, (x, norm, 1e-6, plain, None))
-    torch.library.opcheck(torch.ops.deepdecode.linear_beside.default, (x, plain, None, plain[:40]))
+    torch.library.opcheck(torch.ops.deepdecode.linear_beside.default, (x, plain, None, plain[:40], norm))
     compiled = torch.compile(lambda a: linear(a, weight), fullgraph=True, backend="aot_eager")
     assert same_bits(compiled(x), linear(x, weight))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from deepdecode.cards import CARDS, find_card
-from deepdecode.ops.norm import rms_norm_ref
 from deepdecode.ops.quant import E4M3, E8M0, Weight, dequantize
 from deepdecode.testing.experts import random_weight
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
@@ -54,10 +53,13 @@ def test_interpreted_matches_reference(kind, slices, T, G, out, width):
 @pytest.mark.parametrize(("T", "rows", "beside"), [(1, 5, 17), (9, 33, 70), (2, 100, 40)])
 def test_a_weight_beside(kind, slices, T, rows, beside):
     x, weight, want = case(T, 1, rows, 160, kind)
-    other = torch.randn(beside, 160)
+    other, latent = torch.randn(beside, 160), max(1, rows - 3)
     out = torch.empty(T, 1, beside)
-    got = run(x, weight, replace(SMALL, slices=slices, num_warps=max(2, slices)), beside=kernel.Beside(other, out))
+    scaled = kernel.Scaled(torch.rand(latent), torch.empty(T, latent))
+    config = replace(SMALL, slices=slices, num_warps=max(2, slices))
+    got = run(x, weight, config, beside=kernel.Beside(other, out), scaled=scaled)
     assert worst_row_err(got, want) < FP32_STEP
+    assert rel_err(scaled.out, want[:, 0, :latent] * scaled.weight.double()) < FP32_STEP
     assert worst_row_err(out[:, 0], x[:, 0].double() @ other.double().T) < FP32_STEP
 
 
@@ -65,17 +67,15 @@ GEMV = Gemv(block_m=4, beside_m=2, block_k=256, tokens=2, num_warps=1)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_f32", "bf16"])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("latent", [0, 4])
 # one piece, two with a tail, odd rows, groups
 @pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 5, 256), (2, 1, 77, 384), (2, 3, 136, 512)])
-def test_few_tokens_without_tensor_cores(kind, normed, T, G, out, width):
+def test_few_tokens_without_tensor_cores(kind, latent, T, G, out, width):
     x, weight, want = case(T, G, out, width, kind)
-    more = {}
-    if normed and G == 1:
-        norm = torch.rand(width) + 0.5
-        want = rms_norm_ref(x.double(), norm.double(), 1e-3) @ dequantize(weight, torch.float64).T
-        more["norm"] = kernel.Norm(norm, 1e-3)
-    assert worst_row_err(run(x, weight, GEMV, **more), want) < FP32_STEP
+    scaled = kernel.Scaled(torch.rand(latent), torch.empty(T, latent)) if latent and G == 1 else None
+    assert worst_row_err(run(x, weight, GEMV, scaled=scaled), want) < FP32_STEP
+    if scaled is not None:
+        assert worst_row_err(scaled.out, want[:, 0, :latent] * scaled.weight.double()) < FP32_STEP
 
 
 def test_few_tokens_and_a_weight_beside():

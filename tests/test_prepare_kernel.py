@@ -46,8 +46,8 @@ def run(case, config=None):
     H = case.q.shape[1]
     return kernel.launch(
         case.q, i.kv, w.kv_norm, c.window, s.window_write, s.positions, s.slots, case.freqs, comp, index,
-        s.entry_write.get(case.ratio), case.index_q, i.index_weights, ratio=case.ratio,
-        num_slots=s.block_tables.shape[0], norm_eps=case.config.norm_eps,
+        s.entry_write.get(case.ratio), case.index_q, i.index_weights, None if i.q_scaled is None else i.q_latent,
+        ratio=case.ratio, num_slots=s.block_tables.shape[0], norm_eps=case.config.norm_eps,
         config=config or kernel.plan(H, 80),
     )  # fmt: skip
 
@@ -99,6 +99,22 @@ def test_interpreted_matches_reference(ratio, fmt):
         gap = (index_q.float() - want.index_q.float()).abs()
         assert rel_err(index_q.float(), want.index_q.float()) < CODE / 4
         assert (gap > 0).float().mean() < (1e-3 if fmt == "fp8_584" else 1)
+
+
+@pytest.mark.parametrize("ratio", CASES)
+def test_what_q_is_short_of(ratio):
+    """A product of q_latent times its norm's weight lacks the norm's factor: large and small ones, and zeros."""
+    case = prepare_inputs(CASES[ratio], ratio, H=3, dtype=torch.float32)
+    size = torch.tensor([1e-3, 30.0, 1.0, 0.0, 5.0])[: len(case.q), None]
+    latent = size * torch.randn(len(case.q), 96)
+    case = replace(case, q=case.q * size[..., None], inputs=replace(case.inputs, q_latent=latent, q_scaled=latent))
+    if case.index_q is not None:
+        case = replace(case, index_q=case.index_q * size[..., None])
+    other = case.again()
+    (q, index_q, index_weights), want = run(case), wanted(other)
+    assert rel_err(q, want.q) < F32
+    if ratio == 4:
+        assert rel_err(index_q.float() * index_weights[..., None], want.index_q.float() * want.index_weights[..., None]) < CODE
 
 
 def test_a_padded_row_writes_nothing():

@@ -117,8 +117,8 @@ def entries(backend: str = "inductor") -> dict[str, Callable[..., Any]]:
     normed, query_and_row, entry, index_entry = map(compiled, (_normed, _query_and_row, _entry, _index_entry))
     index_query, turned_back, by_token, by_score = map(compiled, (_index_query, _turned_back, _by_token, _by_score))
 
-    def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-        out = linear(normed(q_latent, weights.q_norm, config.norm_eps), weights.q_b)
+    def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+        out = linear(normed(inputs.q_latent, weights.q_norm, config.norm_eps), weights.q_b)
         T, width = len(out), weights.sink.shape[0] * config.head_dim
         q, rest = out[:, :width].reshape(T, -1, config.head_dim), out[:, width:]
         return q, rest.reshape(T, config.index_heads, config.index_head_dim) if rest.shape[1] else None

@@ -136,11 +136,11 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     return AttnInputs(q_latent, kv, comp_kv, comp_gate, index_kv, index_gate, index_weights)
 
 
-def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
     """As the reference of this name."""
-    if not q_latent.is_cuda:
-        return reference.q_proj(q_latent, weights, config)
-    normed = launches.rms_norm(q_latent, weights.q_norm, config.norm_eps)
+    if not inputs.q_latent.is_cuda:
+        return reference.q_proj(inputs, weights, config)
+    normed = launches.rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps)
     width, rows = weights.sink.shape[0] * config.head_dim, weights.q_b.shape[0]
     q = linear(normed, _rows(weights.q_b, 0, width)).unflatten(1, (-1, config.head_dim))
     if rows == width:

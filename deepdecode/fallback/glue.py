@@ -41,8 +41,8 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     return AttnInputs(**{name: None if part is None else part.contiguous() for name, part in parts.items()})
 
 
-def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-    out = linear(F.rms_norm(q_latent, weights.q_norm.shape, weights.q_norm, config.norm_eps), weights.q_b)
+def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+    out = linear(F.rms_norm(inputs.q_latent, weights.q_norm.shape, weights.q_norm, config.norm_eps), weights.q_b)
     T, width = len(out), weights.sink.shape[0] * config.head_dim
     q = out[:, :width].reshape(T, -1, config.head_dim)
     rest = out[:, width:]

@@ -288,11 +288,11 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)))
 
 
-def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
     """As the reference of this name, of bfloat16 on a GPU; the norm is a launch before the product's. The results are views."""
-    if not q_latent.is_cuda:
-        return reference.q_proj(q_latent, weights, config)
-    out = linear(launches.rms_norm(q_latent, weights.q_norm, config.norm_eps), weights.q_b)
+    if not inputs.q_latent.is_cuda:
+        return reference.q_proj(inputs, weights, config)
+    out = linear(launches.rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps), weights.q_b)
     width = weights.sink.shape[0] * config.head_dim
     index_q = out[:, width:].unflatten(1, (config.index_heads, -1)) if out.shape[1] > width else None
     return out[:, :width].unflatten(1, (-1, config.head_dim)), index_q

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from deepdecode.kernels import norm as norm_kernel
 from deepdecode.kernels.attention_plan import card_of
 from deepdecode.kernels.codes import FP4, FP8, PLAIN
 from deepdecode.kernels.linear_gemv import linear_gemv_kernel
@@ -38,6 +37,8 @@ def _tile(
     w_ptr,
     scale_ptr,
     out_ptr,
+    scaled_norm_ptr,
+    scaled_ptr,
     tile,
     T,
     OUT,
@@ -55,6 +56,7 @@ def _tile(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LATENT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -64,9 +66,15 @@ def _tile(
     row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
     w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
+    if LATENT > 0:
+        # under way before the rows are
+        norm = tl.load(scaled_norm_ptr + m, mask=m < LATENT, other=0.0).to(tl.float32)
     acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
+    if LATENT > 0:
+        at = scaled_ptr + (t.to(tl.int64) * LATENT)[None, :] + m[:, None]
+        tl.store(at, (acc * norm[:, None]).to(scaled_ptr.dtype.element_ty), mask=(m < LATENT)[:, None] & (t < T)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "OUT", "beside_OUT", "beside_tiles"])
@@ -88,6 +96,8 @@ def linear_kernel(
     stride_scale,
     stride_ot,
     stride_beside_w,
+    scaled_norm_ptr,
+    scaled_ptr,
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
@@ -97,31 +107,33 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LATENT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2.
 
     BESIDE: a plain weight that the same x is multiplied with; its tiles come first, since they have more bytes.
+    LATENT: so many first rows go to scaled_ptr [T, LATENT] as well, times a weight.
     """
     tile = tl.program_id(1)
     if BESIDE:
         if tile < beside_tiles:
             _tile(
-                x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, tile, T, beside_OUT, K,
+                x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, beside_OUT, K,
                 stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
-                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, 0, INTERPRET,
             )  # fmt: skip
         else:
             _tile(
-                x_ptr, w_ptr, scale_ptr, out_ptr, tile - beside_tiles, T, OUT, K,
+                x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile - beside_tiles, T, OUT, K,
                 stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
             )  # fmt: skip
     else:
         _tile(
-            x_ptr, w_ptr, scale_ptr, out_ptr, tile, T, OUT, K,
+            x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, OUT, K,
             stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET,
+            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
         )  # fmt: skip
 
 
@@ -139,11 +151,11 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """The RMSNorm of x before the product: a weight [K], and what is added to the mean square."""
+class Scaled:
+    """The first rows of the product a second time, times a weight [rows]: out [T, rows]."""
 
     weight: torch.Tensor
-    eps: float
+    out: torch.Tensor
 
 
 def launch(
@@ -154,13 +166,10 @@ def launch(
     out: torch.Tensor,
     config: Config | Gemv,
     *,
-    norm: Norm | None = None,
     beside: Beside | None = None,
+    scaled: Scaled | None = None,
 ) -> None:
-    """Fill out [T, G, OUT] from x [T, G, K] and w [G * OUT, ...]; `deepdecode.ops.linear` has checked them, and T > 0.
-
-    norm: for a `Gemv` launch only.
-    """
+    """Fill out [T, G, OUT] from x [T, G, K] and w [G * OUT, ...]; `deepdecode.ops.linear` has checked them, and T > 0."""
     T, G, K = x.shape
     OUT = out.shape[2]
     codes, scales = bits(w), w if scale is None else bits(scale)
@@ -186,24 +195,25 @@ def launch(
         scales.stride(0),
         G * OUT,
         0 if beside is None else beside.w.stride(0),
+        None if scaled is None else scaled.weight,
+        None if scaled is None else scaled.out,
     )
     options = {
         "KIND": KINDS[kind],
         "E8M0": scales.dtype == torch.uint8,
         "BESIDE": beside is not None,
+        "LATENT": 0 if scaled is None else len(scaled.weight),
         "INTERPRET": not x.is_cuda,
         "num_warps": config.num_warps,
     }
     if few:
         pieces = triton.cdiv(K, config.block_k)
-        norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         linear_gemv_kernel[tiles, G](
-            *arguments, norm_weight, norm_eps, EVEN=pieces * config.block_k == K, NORM=norm is not None, TOKENS=config.tokens,
+            *arguments, EVEN=pieces * config.block_k == K, TOKENS=config.tokens,
             BLOCK_M=config.block_m, BESIDE_M=config.beside_m, BLOCK_K=config.block_k, PIECES=pieces, PDL=config.pdl,
             **options, **({"launch_pdl": True} if config.pdl else {}),
         )  # fmt: skip
         return
-    assert norm is None
     linear_kernel[triton.cdiv(T, config.block_t), tiles, G](
         *arguments, EVEN=K % (config.slices * config.block_k) == 0, SLICES=config.slices, WARPS=config.num_warps,
         BLOCK_M=config.block_m, BLOCK_T=config.block_t, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
@@ -226,30 +236,22 @@ def multiply(
     kind: str,
     out: torch.Tensor,
     *,
-    norm: Norm | None = None,
     beside: Beside | None = None,
+    scaled: Scaled | None = None,
 ) -> str | None:
-    """Fill out, and that of the weight beside, and give None; or give the reason why no kernel can, having done nothing.
-
-    norm: x [T, 1, K] is normed first, by the same launch where tokens are few.
-    """
+    """Fill out, and that of the weight beside, and give None; or give the reason why no kernel can, having done nothing."""
     T, G, K = x.shape
     names = [_name(dtype) for dtype in (x.dtype, torch.float32 if scale is None else scale.dtype, out.dtype)]
     rows = 0 if beside is None else len(beside.w)
     case = Case(T, G, out.shape[2], K, weight_name(w, kind), *names, beside=rows)
     card = card_of(x.device)
     reason = supports(case, card) or layout_reason(x, w, scale, None if beside is None else beside.w)
-    if reason is None and norm is not None:
-        reason = norm_kernel.supports(K, _name(x.dtype))
     if reason:
         return reason
     config = plan(case, card)
     # Triton launches on the current device
     with torch.cuda.device(x.device):
-        if norm is not None and not isinstance(config, Gemv):
-            # every program would norm all tokens again, which costs more than a launch
-            x, norm = norm_kernel.launch(x[:, 0], norm.weight, norm.eps, card.arch)[:, None], None
-        launch(x, w, scale, kind, out, config, norm=norm, beside=beside)
+        launch(x, w, scale, kind, out, config, beside=beside, scaled=scaled)
     return None
 
 
@@ -264,19 +266,19 @@ def layout_reason(x: torch.Tensor, *weights: torch.Tensor | None) -> str | None:
 
 
 def compile_args(
-    config: Config | Gemv, kind: str, *, beside: bool = False, norm: bool = False
+    config: Config | Gemv, kind: str, *, beside: bool = False, latent: int = 0
 ) -> tuple[triton.JITFunction, dict[str, str], dict[str, object], dict[str, int]]:
     """The kernel, its types, constants and options as `launch` passes them at the model's sizes, to compile it anywhere."""
     types = {"x_ptr": "*bf16:16", "w_ptr": f"*{'bf16' if kind == 'plain' else 'u8'}:16", "scale_ptr": "*u8:16"}
     types |= {"out_ptr": "*bf16:16"} | dict.fromkeys(("T", "OUT", "beside_OUT", "beside_tiles"), "i32")
     types |= {"beside_w_ptr": "*bf16:16", "beside_out_ptr": "*fp32:16"} if beside else {}
+    types |= {"scaled_norm_ptr": "*bf16:16", "scaled_ptr": "*bf16:16"} if latent else {}
     sizes = ("K", "stride_xt", "stride_xg", "stride_w", "stride_scale", "stride_ot", "stride_beside_w")
     types |= dict.fromkeys(sizes, "i32:16")
-    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "BESIDE": beside, "INTERPRET": False}
+    constants = {"KIND": KINDS[kind].value, "E8M0": True, "EVEN": True, "BESIDE": beside, "LATENT": latent, "INTERPRET": False}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
     if isinstance(config, Gemv):
-        types |= {"norm_eps": "fp32"} | ({"norm_ptr": "*bf16:16"} if norm else {})
-        constants |= {"BESIDE_M": config.beside_m, "TOKENS": config.tokens, "PIECES": 1, "NORM": norm, "PDL": config.pdl}
+        constants |= {"BESIDE_M": config.beside_m, "TOKENS": config.tokens, "PIECES": 1, "PDL": config.pdl}
         return linear_gemv_kernel, types, constants, {"num_warps": config.num_warps}
     constants |= {"SLICES": config.slices, "WARPS": config.num_warps, "BLOCK_T": config.block_t}
     return linear_kernel, types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -43,12 +43,12 @@ def _rows(
     w_ptr,
     scale_ptr,
     out_ptr,
-    norm_ptr,
+    scaled_norm_ptr,
+    scaled_ptr,
     tile,
     T,
     OUT,
     K,
-    norm_eps,
     stride_xt,
     stride_xg,
     stride_w,
@@ -57,11 +57,11 @@ def _rows(
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
-    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
+    LATENT: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -80,14 +80,14 @@ def _rows(
     scale = tl.full([BLOCK_K // 128], 1.0, tl.float32)
     if KIND == FP8:
         scale = tl.load(scale_row + block, mask=(128 * block < K) | EVEN, other=0)
+    if LATENT > 0:
+        scaled_norm = tl.load(scaled_norm_ptr + m, mask=m < LATENT, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     sums = ()
-    squares = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros([BLOCK_M], tl.float32),)  # noqa: RUF005 (Triton knows no starred tuples)
-        squares = squares + (0.0,)  # noqa: RUF005
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK_K
         if piece > 0:
@@ -103,25 +103,19 @@ def _rows(
             x_row = x_ptr + tl.minimum(t, T - 1).to(tl.int64) * stride_xt + group * stride_xg
             tokens = tokens + (tl.load(x_row + column, mask=live, other=0.0),)  # noqa: RUF005
         more_sums = ()
-        more_squares = ()
         for t in tl.static_range(TOKENS):
             x = tokens[t].to(tl.float32)
-            square = squares[t]
-            if NORM:
-                square += tl.sum(tl.sum(x * x, 1), 0)
-                x = x * tl.load(norm_ptr + column, mask=live, other=0.0).to(tl.float32)
             if KIND == FP8:
                 x = x * (e8m0_float(scale) if E8M0 else scale)[:, None]
             more_sums = more_sums + (sums[t] + tl.sum(values * tl.reshape(x, [1, BLOCK_K]), 1),)  # noqa: RUF005
-            more_squares = more_squares + (square,)  # noqa: RUF005
         sums = more_sums
-        squares = more_squares
     for t in tl.static_range(TOKENS):
         out = sums[t]
-        if NORM:
-            out *= tl.rsqrt(squares[t] / K + norm_eps)
         at = out_ptr + tl.minimum(t, T - 1).to(tl.int64) * stride_ot + group * OUT + m
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=(m < OUT) & (t < T))
+        if LATENT > 0:
+            at = scaled_ptr + tl.minimum(t, T - 1).to(tl.int64) * LATENT + m
+            tl.store(at, (out * scaled_norm).to(scaled_ptr.dtype.element_ty), mask=(m < LATENT) & (t < T))
 
 
 @triton.jit(do_not_specialize=["T", "OUT", "beside_OUT", "beside_tiles"])
@@ -143,39 +137,39 @@ def linear_gemv_kernel(
     stride_scale,
     stride_ot,
     stride_beside_w,
-    norm_ptr,
-    norm_eps,
+    scaled_norm_ptr,
+    scaled_ptr,
     KIND: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
     BESIDE: tl.constexpr,
-    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BESIDE_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
+    LATENT: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M rows of one group for all T tokens. BESIDE: as in `linear_kernel`."""
+    """BLOCK_M rows of one group for all T tokens. BESIDE, LATENT: as in `linear_kernel`."""
     tile = tl.program_id(0)
     if BESIDE:
         if tile < beside_tiles:
             _rows(
-                x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, norm_ptr, tile, T, beside_OUT, K, norm_eps,
-                stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
-                PLAIN, E8M0, EVEN, NORM, TOKENS, BESIDE_M, BLOCK_K, PIECES, PDL, INTERPRET,
+                x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, scaled_norm_ptr, scaled_ptr,
+                tile, T, beside_OUT, K, stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
+                PLAIN, E8M0, EVEN, TOKENS, BESIDE_M, BLOCK_K, PIECES, 0, PDL, INTERPRET,
             )  # fmt: skip
         else:
             _rows(
-                x_ptr, w_ptr, scale_ptr, out_ptr, norm_ptr, tile - beside_tiles, T, OUT, K, norm_eps,
-                stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-                KIND, E8M0, EVEN, NORM, TOKENS, BLOCK_M, BLOCK_K, PIECES, PDL, INTERPRET,
+                x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr,
+                tile - beside_tiles, T, OUT, K, stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
+                KIND, E8M0, EVEN, TOKENS, BLOCK_M, BLOCK_K, PIECES, LATENT, PDL, INTERPRET,
             )  # fmt: skip
     else:
         _rows(
-            x_ptr, w_ptr, scale_ptr, out_ptr, norm_ptr, tile, T, OUT, K, norm_eps,
+            x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, OUT, K,
             stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-            KIND, E8M0, EVEN, NORM, TOKENS, BLOCK_M, BLOCK_K, PIECES, PDL, INTERPRET,
+            KIND, E8M0, EVEN, TOKENS, BLOCK_M, BLOCK_K, PIECES, LATENT, PDL, INTERPRET,
         )  # fmt: skip

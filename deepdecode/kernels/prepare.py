@@ -70,6 +70,15 @@ def _rounded(x, like):
 
 
 @triton.jit
+def _latent_unit(latent_ptr, eps, LATENT: tl.constexpr):
+    """What the query's products are short of where their input was multiplied by its norm's weight alone."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(LATENT)
+    channel = tl.arange(0, BLOCK)
+    x = tl.load(latent_ptr + channel, mask=channel < LATENT, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x) / LATENT + eps)
+
+
+@triton.jit
 def _compress(
     kv_ptr,
     gate_ptr,
@@ -165,6 +174,7 @@ def rope_prepare_kernel(
     q_ptr,
     kv_ptr,
     kv_norm_ptr,
+    latent_ptr,
     q_out_ptr,
     positions_ptr,
     slots_ptr,
@@ -203,6 +213,7 @@ def rope_prepare_kernel(
     key_stride,
     stride_qt,
     stride_kvt,
+    stride_latent_t,
     stride_comp_t,
     stride_index_t,
     stride_index_qt,
@@ -216,6 +227,7 @@ def rope_prepare_kernel(
     R: tl.constexpr,
     INDEX_H: tl.constexpr,
     INDEX_D: tl.constexpr,
+    LATENT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -233,6 +245,8 @@ def rope_prepare_kernel(
         channel = tl.arange(0, D)
         at = h[:, None] * D + channel[None, :]
         q = tl.load(q_ptr + t * stride_qt + at, mask=(h < H)[:, None], other=0.0).to(tl.float32)
+        if LATENT > 0:
+            q *= _latent_unit(latent_ptr + t * stride_latent_t, norm_eps, LATENT)
         q = _rounded(normed(q, norm_eps, D), q_ptr)
         cos, sin, turns = turn(position, freqs_ptr, D, R, INTERPRET)
         q = rotate(q, cos, sin, turns, BLOCK_H, D)
@@ -269,6 +283,8 @@ def rope_prepare_kernel(
                 x = tl.load(index_q_ptr + t * stride_index_qt + at, mask=known[:, None], other=0.0).to(tl.float32)
                 weight = tl.load(weights_ptr + t * stride_weights_t + head, mask=known, other=0.0) * index_scale
                 cos, sin, turns = turn(position, freqs_ptr, INDEX_D, R, INTERPRET)
+                if LATENT > 0:
+                    x *= _latent_unit(latent_ptr + t * stride_latent_t, norm_eps, LATENT)
                 x = rotate(x, cos, sin, turns, 16, INDEX_D)
                 x = _rounded(hadamard(x.to(q_ptr.dtype.element_ty), INDEX_D), q_ptr)
                 out = index_q_out_ptr + t * (INDEX_H * INDEX_D) + at
@@ -309,6 +325,7 @@ def launch(
     entry_write: torch.Tensor | None,
     index_q: torch.Tensor | None,
     index_weights: torch.Tensor | None,
+    latent: torch.Tensor | None = None,
     *,
     ratio: int,
     num_slots: int,
@@ -317,7 +334,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """q [T, H, D] ready; index_q [T, heads, d] and its weights [T, heads] float32, None off ratio 4. Caches in place.
 
-    q, kv, index_q and index_weights may have any stride from token to token; T > 0.
+    latent [T, q_lora]: q and index_q are short of its inverse root mean square. It, q, kv, index_q and index_weights may have
+    any stride from token to token; T > 0.
     """
     T, H, D = q.shape
     q_out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
@@ -347,6 +365,7 @@ def launch(
         q,
         kv,
         kv_norm,
+        latent,
         q_out,
         positions,
         slots,
@@ -369,6 +388,7 @@ def launch(
         *place(key_cache),
         q.stride(0),
         kv.stride(0),
+        0 if latent is None else latent.stride(0),
         comp_stride,
         idx_stride,
         index_q.stride(0) if index_q is not None else 0,
@@ -382,6 +402,7 @@ def launch(
         R=2 * freqs.shape[0],
         INDEX_H=index_heads,
         INDEX_D=index_dim,
+        LATENT=0 if latent is None else latent.shape[1],
         BLOCK_H=config.block_h,
         PDL=config.pdl,
         INTERPRET=not q.is_cuda,

@@ -187,7 +187,9 @@ def _parts(entry: str, given: Any, args: tuple[Any, ...]) -> dict[str, Tensor]:
     if entry == "mhc_boundary":
         return dict(zip(("streams", "x", "post", "comb"), given, strict=True))
     if entry == "attn_in":
-        return {name: value for name, value in vars(given).items() if value is not None}
+        parts = {name: value for name, value in vars(given).items() if value is not None}
+        # float64's table leaves that to q_proj
+        return {"q_scaled": given.q_latent * args[1].q_norm} | parts
     if entry == "q_proj":
         return {"q": given[0]} | ({} if given[1] is None else {"index_q": given[1]})
     if entry == "attn_prepare":
@@ -259,6 +261,9 @@ def _float64() -> Ops:
 
         return run
 
+    def q_proj(inputs: AttnInputs, *args: Any) -> tuple[Tensor, Tensor | None]:
+        return REFERENCE.q_proj(replace(inputs, q_latent=inputs.q_latent.double(), q_scaled=_wide(inputs.q_scaled)), *args)
+
     def attn_prepare(q: Tensor, index_q: Any, inputs: AttnInputs, *args: Any) -> AttnReady:
         # parts may be views of one product; the compressors' rings are float32, and so is what they are fed
         parts: dict[str, Any] = {name: None if t is None else t.contiguous() for name, t in vars(inputs).items()}
@@ -276,7 +281,7 @@ def _float64() -> Ops:
     def moe(x: Tensor, ids: Tensor, expert_weights: Tensor, weights: Any, config: Any, shared_rows: int | None) -> Tensor:
         return moe_ref(x.double(), ids, expert_weights.double(), weights, config.swiglu_limit, shared_rows)
 
-    special = {"attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
+    special = {"q_proj": q_proj, "attn_prepare": attn_prepare, "index_topk": index_topk, "sparse_attn": sparse_attn, "moe": moe}
     # what only looks up or draws has no precision of its own
     same = {"embed": REFERENCE.embed, "sample": REFERENCE.sample}
 

@@ -13,7 +13,7 @@ from deepdecode.config import ModelConfig
 from deepdecode.ops import launches, reference
 from deepdecode.ops._check import arch, fall_back, kernel_runs, use_kernel
 from deepdecode.ops.attention import sparse_attn_turned
-from deepdecode.ops.linear import linear, linear_beside, norm_linear
+from deepdecode.ops.linear import latent_linear, linear
 from deepdecode.ops.table import (
     AttnInputs,
     AttnReady,
@@ -112,25 +112,27 @@ def _boundary(
 
 
 def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -> AttnInputs:
-    """See `ops.reference.attn_in`. One launch; the parts are views of two products, with the products' strides."""
+    """See `ops.reference.attn_in`. One launch; the parts are views of two products, with the products' strides.
+
+    q_latent times its norm's weight comes with it, so that the norm is no launch before q_proj's product.
+    """
     if not use_kernel(x):
         return reference.attn_in(x, weights, config, ratio)
     parts: list[Any] = []
-    if weights.rest is None:
-        out = _product("attn_in", linear, x, weights.q_kv)
-    else:
-        out, rest = _product("attn_in", linear_beside, x, weights.q_kv, weights.rest)
+    out, rest, scaled = _product("attn_in", latent_linear, x, weights.q_kv, weights.rest, weights.q_norm)
+    if rest is not None:
         d, index = config.head_dim * (2 if ratio == 4 else 1), 2 * config.index_head_dim
         parts = list(rest.split([d, d, index, index, config.index_heads] if ratio == 4 else [d, d], dim=-1))
     q_latent, kv = out.split([config.q_lora_rank, config.head_dim], dim=-1)
-    return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)))
+    return AttnInputs(q_latent, kv, *parts, *[None] * (5 - len(parts)), q_scaled=scaled)
 
 
-def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
     """See `ops.reference.q_proj`. One launch; both results are views of its product."""
-    if not use_kernel(q_latent):
-        return reference.q_proj(q_latent, weights, config)
-    out = _product("q_proj", norm_linear, q_latent, weights.q_norm, config.norm_eps, weights.q_b)
+    if not use_kernel(inputs.q_latent):
+        return reference.q_proj(inputs, weights, config)
+    latent = rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps) if inputs.q_scaled is None else inputs.q_scaled
+    out = _product("q_proj", linear, latent, weights.q_b)
     width = weights.sink.shape[0] * config.head_dim
     index_q = out[:, width:].unflatten(1, (config.index_heads, -1)) if out.shape[1] > width else None
     return out[:, :width].unflatten(1, (-1, config.head_dim)), index_q
@@ -160,7 +162,7 @@ def attn_prepare(
         index_fmt = cache.index_keys.fmt if cache.index_keys else None
         reason = kernel.supports(T, D, 2 * len(freqs), _dtype(q), cache.window.fmt, index, index_fmt, state)
         pairs = ((inputs.comp_kv, inputs.comp_gate), (inputs.index_kv, inputs.index_gate))
-        whole = (q, index_q, inputs.kv, inputs.index_weights, *(t for pair in pairs for t in pair))
+        whole = (q, index_q, inputs.kv, inputs.q_latent, inputs.index_weights, *(t for pair in pairs for t in pair))
         if not all(t is None or t[0].is_contiguous() for t in whole):
             reason = "every token's row must be contiguous"
         if any(kv is not None and gate is not None and kv.stride(0) != gate.stride(0) for kv, gate in pairs):
@@ -194,7 +196,7 @@ def _prepare(
         return [None if of is None else getattr(of, name) for name in names]
 
     ready, *index = launches.attn_prepare(
-        q, index_q, inputs.index_weights, inputs.kv, weights.kv_norm,
+        q, index_q, inputs.index_weights, inputs.kv, weights.kv_norm, None if inputs.q_scaled is None else inputs.q_latent,
         inputs.comp_kv, inputs.comp_gate, *pair(weights.compressor, "ape", "norm"),
         inputs.index_kv, inputs.index_gate, *pair(weights.index_compressor, "ape", "norm"),
         *data, *pair(cache.state, "kv", "score"), *pair(cache.index_state, "kv", "score"),

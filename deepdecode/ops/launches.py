@@ -117,6 +117,7 @@ def attn_prepare(
     index_weights: Tensor | None,
     kv: Tensor,
     kv_norm: Tensor,
+    latent: Tensor | None,
     comp_kv: Tensor | None,
     comp_gate: Tensor | None,
     ape: Tensor | None,
@@ -159,7 +160,7 @@ def attn_prepare(
             q, kv, kv_norm, PagedRows(window, pages[0], fmt), window_write, positions, slots, freqs,
             side(1, fmt, compressed, (comp_kv, comp_gate, ape, norm, state_kv, state_score)),
             side(2, index_fmt, index_keys, index_parts),
-            entry_write, index_q, index_weights, ratio=ratio, num_slots=num_slots, norm_eps=norm_eps,
+            entry_write, index_q, index_weights, latent, ratio=ratio, num_slots=num_slots, norm_eps=norm_eps,
             config=kernel.plan(q.shape[1], _arch(q)),
         )  # fmt: skip
     return [t for t in out if t is not None]

@@ -6,8 +6,18 @@ what writes them.
 
 import torch
 
-from deepdecode.ops._check import FLOATS, describe, expect, fall_back, kernel_runs, readable, torch_op, use_kernel, wide_type
-from deepdecode.ops.norm import rms_norm
+from deepdecode.ops._check import (
+    FLOATS,
+    describe,
+    expect,
+    fall_back,
+    kernel_runs,
+    readable,
+    torch_op,
+    use_kernel,
+    wide,
+    wide_type,
+)
 from deepdecode.ops.quant import BLOCK, Weight, dequantize_rows
 
 # weights widened at a time: 4 MB of float32, so that neither the cache nor the memory has to hold a whole layer's
@@ -87,33 +97,6 @@ def grouped_linear(x: torch.Tensor, weight: Weight, out_dtype: torch.dtype | Non
     return _product_op("grouped_linear", x, weight.data, weight.scale, out_dtype)
 
 
-def norm_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor:
-    """linear(rms_norm(x, norm, eps), weight), on a GPU in one launch: the normed x is rounded to its type all the same.
-
-    Args:
-        x: [T, in] bfloat16, float32 or float64; its rows may be apart.
-        norm: [in], contiguous, of any of these types.
-        eps: added to the mean of squares.
-        weight: [out, in], any kind, on the device of x.
-
-    Returns:
-        [T, out] of the type of x. No token gives an empty tensor.
-
-    Raises:
-        ValueError: an argument has another shape, dtype or device.
-    """
-    inner, out_dtype = _prepare("norm_linear", x, weight, None)
-    width = weight.shape[1]
-    if x.dim() != 2 or x.shape[1] != width:
-        raise ValueError(f"norm_linear: x must be [T, {width}], got {describe(x)}")
-    expect("norm_linear: norm", norm, (width,), FLOATS, x.device)
-    if x.numel() == 0 or weight.shape[0] == 0:
-        return x.new_zeros(len(x), weight.shape[0])
-    if readable(x) and not torch.compiler.is_compiling():
-        return linear_ref(rms_norm(x, norm, eps).to(inner), weight).to(out_dtype)
-    return _norm_product_op(x, norm, eps, weight.data, weight.scale)
-
-
 def linear_beside(x: torch.Tensor, weight: Weight, beside: Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """Two products of one x: linear(x, weight), and linear(x, beside) in float32; on a GPU in one launch.
 
@@ -136,7 +119,39 @@ def linear_beside(x: torch.Tensor, weight: Weight, beside: Weight) -> tuple[torc
         _prepare("linear_beside", x, each, None)
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear_beside: x must be [T, {weight.shape[1]}], got {describe(x)}")
-    return _beside_product_op(x, weight.data, weight.scale, beside.data)
+    out, wide = _beside_product_op(x, weight.data, weight.scale, beside.data, None)
+    return out, wide
+
+
+def latent_linear(
+    x: torch.Tensor, weight: Weight, beside: Weight | None, norm: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`linear`, or `linear_beside`, and the first columns of linear(x, weight) times norm, rounded once: in the same launch.
+
+    Args:
+        x, weight, beside: as `linear_beside` takes them; without the second weight there is no second result.
+        norm: [latent], contiguous, of the type of x.
+
+    Returns:
+        [T, out]; [T, beside out] or None; [T, latent] of the type of x.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device.
+    """
+    together = beside is None or (weight.shape[1:] == beside.shape[1:] and beside.data.dtype == torch.bfloat16)
+    expect("latent_linear: norm", norm, ("latent",), (x.dtype,), x.device)
+    if not together or x.dim() != 2 or x.numel() == 0 or (readable(x) and not torch.compiler.is_compiling()):
+        out, wide = (linear(x, weight), None) if beside is None else linear_beside(x, weight, beside)
+        return out, wide, _scaled(out, norm)
+    _prepare("latent_linear", x, weight, None)
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"latent_linear: x must be [T, {weight.shape[1]}], got {describe(x)}")
+    out, *wide, scaled = _beside_product_op(x, weight.data, weight.scale, None if beside is None else beside.data, norm)
+    return out, wide[0] if wide else None, scaled
+
+
+def _scaled(out: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    return (wide(out[:, : len(norm)]) * norm).to(out.dtype)
 
 
 def _product(op: str, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -163,48 +178,45 @@ def _product_fake(op, x, data, scale, out_dtype) -> torch.Tensor:
 _product_op = torch_op("linear", _product, _product_fake)
 
 
-def _norm_product(
-    x: torch.Tensor, norm: torch.Tensor, eps: float, data: torch.Tensor, scale: torch.Tensor | None
-) -> torch.Tensor:
-    """[T, out] from checked arguments: the kernel where there is one, else a norm and a product."""
-    weight = Weight(data, scale)
-    if use_kernel(x):
-        from deepdecode.kernels import linear as kernel  # the only import of Triton on this path
-
-        out = x.new_empty(len(x), 1, weight.shape[0])
-        reason = kernel.multiply(x[:, None], data, scale, weight.kind, out, norm=kernel.Norm(norm, eps))
-        if reason is None:
-            kernel_runs["linear"] += 1
-            return out[:, 0]
-        fall_back("norm_linear", f"x {list(x.shape)}, weight {list(weight.shape)} {weight.kind}", reason)
-    return linear(rms_norm(x, norm, eps), weight)
-
-
-_norm_product_op = torch_op("norm_linear", _norm_product, lambda x, norm, eps, data, scale: x.new_empty(len(x), data.shape[0]))
-
-
 def _beside_product(
-    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, beside: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, out] and [T, beside out] float32 from checked arguments: one launch where a kernel covers both, else two products."""
+    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, beside: torch.Tensor | None, norm: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """[T, out]; [T, beside out] float32 of the weight beside; [T, latent] if there is a norm; from checked arguments.
+
+    One launch where a kernel covers all, else products one by one.
+    """
     weight = Weight(data, scale)
     if use_kernel(x):
         from deepdecode.kernels import linear as kernel  # the only import of Triton on this path
 
         out = x.new_empty(len(x), 1, weight.shape[0])
-        wide = x.new_empty(len(x), 1, len(beside), dtype=wide_type(x.dtype))
-        reason = kernel.multiply(x[:, None], data, scale, weight.kind, out, beside=kernel.Beside(beside, wide))
+        more: list[torch.Tensor] = []
+        second = scaled = None
+        if beside is not None:
+            more.append(x.new_empty(len(x), 1, len(beside), dtype=wide_type(x.dtype)))
+            second = kernel.Beside(beside, more[0])
+        if norm is not None:
+            more.append(x.new_empty(len(x), 1, len(norm)))
+            scaled = kernel.Scaled(norm, more[-1])
+        reason = kernel.multiply(x[:, None], data, scale, weight.kind, out, beside=second, scaled=scaled)
         if reason is None:
             kernel_runs["linear"] += 1
-            return out[:, 0], wide[:, 0]
-        fall_back(
-            "linear_beside", f"x {list(x.shape)}, weights {list(weight.shape)} {weight.kind} and {len(beside)} rows", reason
-        )
-    return linear(x, weight), linear(x, Weight(beside), out_dtype=wide_type(x.dtype))
+            return [t[:, 0] for t in (out, *more)]
+        rows = "" if beside is None else f" and {len(beside)} rows"
+        fall_back("linear_beside", f"x {list(x.shape)}, weights {list(weight.shape)} {weight.kind}{rows}", reason)
+    out = linear(x, weight)
+    return [
+        out,
+        *([] if beside is None else [linear(x, Weight(beside), out_dtype=wide_type(x.dtype))]),
+        *([] if norm is None else [_scaled(out, norm)]),
+    ]
 
 
-def _beside_fake(x, data, scale, beside) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(len(x), data.shape[0]), x.new_empty(len(x), len(beside), dtype=wide_type(x.dtype))
+def _beside_fake(x, data, scale, beside, norm) -> list[torch.Tensor]:
+    parts = [x.new_empty(len(x), data.shape[0])]
+    if beside is not None:
+        parts.append(x.new_empty(len(x), len(beside), dtype=wide_type(x.dtype)))
+    return parts + ([] if norm is None else [x.new_empty(len(x), len(norm))])
 
 
 _beside_product_op = torch_op("linear_beside", _beside_product, _beside_fake)

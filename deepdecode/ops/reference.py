@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepdecode.config import ModelConfig
-from deepdecode.ops._check import wide_type
+from deepdecode.ops._check import wide, wide_type
 from deepdecode.ops.attention import sparse_attn_decode
 from deepdecode.ops.compressor import compress
 from deepdecode.ops.gate import gate
@@ -81,13 +81,23 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
     return AttnInputs(q_latent.contiguous(), kv.contiguous(), *(r.contiguous() for r in rest), *[None] * (5 - len(parts)))
 
 
-def q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
     """[T, q_lora] -> q [T, H, D] and the indexer query [T, index heads, 128] or None; neither normed nor rotated."""
-    out = linear(rms_norm(q_latent, weights.q_norm, config.norm_eps), weights.q_b)
+    latent = inputs.q_scaled
+    if latent is None:
+        latent = rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps)
+    out = linear(latent, weights.q_b)
     T, heads = len(out), weights.sink.shape[0]
     q, index_q = out.split([heads * config.head_dim, out.shape[1] - heads * config.head_dim], dim=-1)
     q = q.reshape(T, heads, config.head_dim)
     return q, index_q.reshape(T, config.index_heads, config.index_head_dim) if index_q.shape[1] else None
+
+
+def latent_unit(inputs: AttnInputs, eps: float) -> Tensor | None:
+    """[T, 1, 1], what q and index_q are short of after a q_proj of q_scaled; None where they are not."""
+    if inputs.q_scaled is None:
+        return None
+    return torch.rsqrt(wide(inputs.q_latent).square().mean(-1) + eps)[:, None, None]
 
 
 def attn_prepare(
@@ -102,6 +112,10 @@ def attn_prepare(
     ratio: int,
 ) -> AttnReady:
     """Norm and rotate q and kv, store the window row, feed the compressors and store the entries that this step finishes."""
+    unit = latent_unit(inputs, config.norm_eps)
+    if unit is not None:
+        q = (q * unit).to(q.dtype)
+        index_q = None if index_q is None else (index_q * unit).to(q.dtype)
     q = rope(head_norm(q, config.norm_eps), step.positions, freqs)
     kv = rope(rms_norm(inputs.kv, weights.kv_norm, config.norm_eps), step.positions, freqs)
     # before the ring is overwritten: a prefill step still needs the rows before its first token
@@ -163,7 +177,9 @@ def index_topk(index_q: Tensor, index_weights: Tensor, keys: PagedRows, step: St
 
 def sparse_attn(q: Tensor, *caches: Any, sink: Tensor, scale: float, positions: Tensor, freqs: Tensor) -> Tensor:
     """[T, H, D]: attention over the rows named in both caches, as `sparse_attn_decode` takes them, rotated back."""
-    return rope(sparse_attn_decode(q, *caches, sink=sink, scale=scale), positions, freqs, inverse=True)
+    out = sparse_attn_decode(q, *caches, sink=sink, scale=scale)
+    assert isinstance(out, Tensor)
+    return rope(out, positions, freqs, inverse=True)
 
 
 def attn_out(o: Tensor, weights: AttnWeights) -> Tensor:

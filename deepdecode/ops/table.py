@@ -149,6 +149,8 @@ class AttnInputs:
 
     q_latent [T, q_lora], kv [T, D] in the activation dtype; the rest float32 (float64 for float64 inputs), None where absent:
     comp_kv, comp_gate [T, coff * D]; index_kv, index_gate [T, 2 * 128]; index_weights [T, index heads] unscaled.
+    q_scaled: None, or q_latent times its norm's weight: q_proj then takes that for the normed rows, and attn_prepare makes up
+        for what is left of the norm, one factor a token.
     """
 
     q_latent: Tensor
@@ -158,6 +160,7 @@ class AttnInputs:
     index_kv: Tensor | None
     index_gate: Tensor | None
     index_weights: Tensor | None
+    q_scaled: Tensor | None = None
 
 
 @dataclass(frozen=True)

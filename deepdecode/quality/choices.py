@@ -108,8 +108,8 @@ def _attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) -
     return replace(found, q_latent=q_latent.contiguous(), kv=kv.contiguous())
 
 
-def _q_proj(q_latent: Tensor, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-    latent = fake_quant_fp8(rms_norm(q_latent, weights.q_norm, config.norm_eps))
+def _q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+    latent = fake_quant_fp8(rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps))
     out = linear(latent, weights.q_b)
     q, index_q = out.split([len(weights.sink) * config.head_dim, out.shape[1] - len(weights.sink) * config.head_dim], dim=-1)
     q = q.reshape(len(q), -1, config.head_dim)
