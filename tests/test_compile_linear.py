@@ -23,6 +23,7 @@ SIZES = (
     ("fp8", 1, 1536, 4096),
     ("fp8", 1, 40960, 1024),
     ("fp8", 8, 1024, 4096),
+    ("fp8", 1, 4096, 8192),
     ("fp8", 1, 12288, 1024),
     ("fp8", 1, 4096, 1024),
 )
@@ -132,9 +133,15 @@ def test_compiles_within_the_card(compiler, arch, name, kind, config):
     # two programs of 4 warps and more fit an SM
     assert 65536 // (compiled.registers * tile_of(name, config).num_warps * 32) >= 2
     assert "HMMA" in sass or "HGMMA" in sass or "UTCHMMA" in sass
-    # weights come 16 bytes at a time, and no FP8 instruction is needed
+    # weights come 16 bytes at a time
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)
-    assert "e4m3" not in compiled.ptx
+    # an FP8 instruction is there from sm_89 on, and needed nowhere else
+    convert = "linear" in name and kind == "fp8" and arch >= 89
+    assert ("cvt.rn.f16x2.e4m3x2" in compiled.ptx) == getattr(config, "convert", False) == convert
+    assert convert or "e4m3" not in compiled.ptx
+    if convert:
+        # eight rows of a tile are not in one bank
+        assert "swizzled_shared" in compiled.ttgir and "maxPhase = 1," not in compiled.ttgir
     widened = layouts_of_codes(compiled.ttgir)
     assert widened if kind != "plain" else not widened
     assert all(re.search(r"kWidth = [48]|register = \[\[0, 0, 1\], \[0, 0, 2\]", layout) for layout in widened), widened

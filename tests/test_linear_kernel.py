@@ -38,26 +38,33 @@ def case(T, G, out, width, kind):
     return x, weight, torch.einsum("tgk,gok->tgo", x.double(), dequantize(weight, torch.float64).view(G, out, width))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# E4M3 by integers, and by the conversion that sm_89 is the first to have
+@pytest.mark.parametrize(("kind", "convert"), [*((kind, False) for kind in KINDS), ("fp8", True), ("fp8_f32", True)])
 @pytest.mark.parametrize("slices", [1, 2, 4])
 # one of each, odd rows with a tail of K, groups that end inside a scale's block, two tiles of tokens
 @pytest.mark.parametrize(("T", "G", "out", "width"), [(1, 1, 1, 32), (3, 1, 77, 96), (2, 2, 136, 160), (11, 1, 40, 256)])
-def test_interpreted_matches_reference(kind, slices, T, G, out, width):
+def test_interpreted_matches_reference(kind, convert, slices, T, G, out, width):
     x, weight, want = case(T, G, out, width, kind)
-    assert worst_row_err(run(x, weight, replace(SMALL, slices=slices, num_warps=max(2, slices))), want) < FP32_STEP
+    config = replace(SMALL, slices=slices, num_warps=max(2, slices), convert=convert)
+    assert worst_row_err(run(x, weight, config), want) < FP32_STEP
 
 
 @pytest.mark.parametrize("slices", [1, 4])
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize(("kind", "convert"), [("fp8", False), ("fp8", True), ("bf16", False)])
 # less than a tile of each, more of the second, more of the first
 @pytest.mark.parametrize(("T", "rows", "beside"), [(1, 5, 17), (9, 33, 70), (2, 100, 40)])
-def test_a_weight_beside(kind, slices, T, rows, beside):
+def test_a_weight_beside(kind, convert, slices, T, rows, beside):
     x, weight, want = case(T, 1, rows, 160, kind)
     other, latent = torch.randn(beside, 160), max(1, rows - 3)
     out = torch.empty(T, 1, beside)
+<<<<<<< ours
     scaled = kernel.Scaled(torch.rand(latent), torch.empty(T, latent))
     config = replace(SMALL, slices=slices, num_warps=max(2, slices))
     got = run(x, weight, config, beside=kernel.Beside(other, out), scaled=scaled)
+=======
+    config = replace(SMALL, slices=slices, num_warps=max(2, slices), convert=convert)
+    got = run(x, weight, config, beside=kernel.Beside(other, out))
+>>>>>>> theirs
     assert worst_row_err(got, want) < FP32_STEP
     assert rel_err(scaled.out, want[:, 0, :latent] * scaled.weight.double()) < FP32_STEP
     assert worst_row_err(out[:, 0], x[:, 0].double() @ other.double().T) < FP32_STEP
@@ -119,7 +126,8 @@ def test_every_code_and_scale_is_widened_exactly():
         codes = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 32).view(E4M3)
         weight = Weight(codes, torch.full((2, 1), byte, dtype=torch.uint8).view(E8M0))
         want = dequantize(weight)[:, 5]
-        assert torch.equal(run(x, weight, SMALL)[0, 0].nan_to_num(7), want.nan_to_num(7))
+        for config in (SMALL, replace(SMALL, convert=True)):
+            assert torch.equal(run(x, weight, config)[0, 0].nan_to_num(7), want.nan_to_num(7))
         packed = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
         weight = Weight(packed, torch.full((256, 1), byte, dtype=torch.uint8).view(E8M0))
         assert torch.equal(run(x, weight, SMALL)[0, 0].nan_to_num(7), dequantize(weight)[:, 5].nan_to_num(7))
@@ -194,6 +202,25 @@ def test_rows_and_those_beside_are_cut_finely_where_one_wave_holds_them():
     assert tile("H200", T=33) == tile("H200", T=64, beside=1024) == coarse
     assert tile("H200", beside=3000) == coarse
     assert tile("H200", T=16, beside=3000) == fine
+
+
+def test_two_tokens_of_a_large_set_take_tensor_cores():
+    h200 = find_card("H200")
+    whole, eighth = Case(2, 1, 40960, 1024, "fp8"), Case(2, 1, 12288, 1024, "fp8")
+    assert isinstance(plan(eighth, h200), Gemv) and isinstance(plan(replace(whole, T=1), h200), Gemv)
+    assert plan(whole, h200).convert and plan(replace(whole, out=4096, K=8192), h200).convert
+    # the head is bound by its bytes
+    assert isinstance(plan(Case(2, 1, 129280, 4096, "bfloat16"), h200), Gemv)
+
+
+def test_codes_are_converted_where_the_card_can():
+    for card in CARDS:
+        for T in (4, 16, 32, 64):
+            for G, out, K in SIZES:
+                assert plan(Case(T, G, out, K, "fp8"), card).convert == (card.arch >= 89)
+                assert not plan(Case(T, G, out, K, "bfloat16"), card).convert
+    # 64 rows would be 64 programs
+    assert plan(Case(32, 1, 4096, 8192, "fp8"), find_card("H200")).block_m == 16
 
 
 @pytest.mark.parametrize(

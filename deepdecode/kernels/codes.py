@@ -111,6 +111,38 @@ def fp8_natural(codes, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def fp8_converted(codes, INTERPRET: tl.constexpr):
+    """`fp8_natural` by the card's own conversion, from sm_89 on: four instructions for two codes instead of seven.
+
+    By way of float16 and float32, whose upper half is bfloat16. NaN stays NaN.
+    """
+    if INTERPRET:
+        return _e4m3(codes.to(tl.int32))
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high, a, b, c, d;
+        .reg .b32 p, q, r, s, t, u;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 p, low;
+        cvt.rn.f16x2.e4m3x2 q, high;
+        mov.b32 {a, b}, p;
+        mov.b32 {c, d}, q;
+        cvt.f32.f16 r, a;
+        cvt.f32.f16 s, b;
+        cvt.f32.f16 t, c;
+        cvt.f32.f16 u, d;
+        prmt.b32 $0, r, s, 0x7632;
+        prmt.b32 $1, t, u, 0x7632;
+        }""",
+        "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def fp4_values(packed, S: tl.constexpr, M: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr):
     """uint8 of two E2M1 codes [S, M, K / 2] -> bfloat16 [S, M, K] (float32 when interpreted).
 

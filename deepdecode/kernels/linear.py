@@ -58,6 +58,7 @@ def _tile(
     BLOCK_K: tl.constexpr,
     LATENT: tl.constexpr,
     INTERPRET: tl.constexpr,
+    CONVERT: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -66,10 +67,14 @@ def _tile(
     row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
     w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
+<<<<<<< ours
     if LATENT > 0:
         # under way before the rows are
         norm = tl.load(scaled_norm_ptr + m, mask=m < LATENT, other=0.0).to(tl.float32)
     acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
+=======
+    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET, CONVERT)
+>>>>>>> theirs
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
     if LATENT > 0:
@@ -109,6 +114,7 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     LATENT: tl.constexpr,
     INTERPRET: tl.constexpr,
+    CONVERT: tl.constexpr,
 ):
     """BLOCK_M rows of one group for BLOCK_T tokens. Tiles of tokens are neighbours: they share the rows in L2.
 
@@ -121,19 +127,31 @@ def linear_kernel(
             _tile(
                 x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, beside_OUT, K,
                 stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
+<<<<<<< ours
                 PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, 0, INTERPRET,
+=======
+                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
+>>>>>>> theirs
             )  # fmt: skip
         else:
             _tile(
                 x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile - beside_tiles, T, OUT, K,
                 stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
+<<<<<<< ours
                 KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
+=======
+                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
+>>>>>>> theirs
             )  # fmt: skip
     else:
         _tile(
             x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, OUT, K,
             stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
+<<<<<<< ours
             KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
+=======
+            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
+>>>>>>> theirs
         )  # fmt: skip
 
 
@@ -216,7 +234,8 @@ def launch(
         return
     linear_kernel[triton.cdiv(T, config.block_t), tiles, G](
         *arguments, EVEN=K % (config.slices * config.block_k) == 0, SLICES=config.slices, WARPS=config.num_warps,
-        BLOCK_M=config.block_m, BLOCK_T=config.block_t, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
+        BLOCK_M=config.block_m, BLOCK_T=config.block_t, BLOCK_K=config.block_k, CONVERT=config.convert,
+        num_stages=config.num_stages, **options,
     )  # fmt: skip
 
 
@@ -280,5 +299,5 @@ def compile_args(
     if isinstance(config, Gemv):
         constants |= {"BESIDE_M": config.beside_m, "TOKENS": config.tokens, "PIECES": 1, "PDL": config.pdl}
         return linear_gemv_kernel, types, constants, {"num_warps": config.num_warps}
-    constants |= {"SLICES": config.slices, "WARPS": config.num_warps, "BLOCK_T": config.block_t}
+    constants |= {"SLICES": config.slices, "WARPS": config.num_warps, "BLOCK_T": config.block_t, "CONVERT": config.convert}
     return linear_kernel, types, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -4,6 +4,9 @@ Rows of the weight stand on the M side of mma.sync, so 8 tokens fill its N side.
 codes, exact in bfloat16; the scale of a block of 128 columns multiplies their float32 sum. An FP4 weight enters times its
 scale. Scales are loaded one step ahead: the compiler's pipeline, which has the weights under way, leaves them out.
 
+Converted codes and their tokens keep the order of columns in memory. Tokens in another order, reshaped on their way to
+mma.sync, are laid out without a swizzle, and eight rows of them meet in one bank.
+
 A warp is one of a batch of small products. With one slice of K, warps take different rows and share the tokens: for many
 tokens. With as many slices as warps, all warps take the same rows, each slices of K of its own, so that a small weight still
 feeds every SM; the warps' sums are added in their order at the end, so the bits do not vary.
@@ -19,6 +22,7 @@ from deepdecode.kernels.codes import (
     e8m0_float,
     fp4_order,
     fp4_values,
+    fp8_converted,
     fp8_natural,
     fp8_order,
     fp8_values,
@@ -46,10 +50,11 @@ def product(
     WARPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRET: tl.constexpr,
+    CONVERT: tl.constexpr = False,
 ):
     """W x^T, float32 [M, T]; x_row [T] and, from `blocks_of` M rows, w_row and scale_row point at the first columns of rows.
 
-    SLICES: WARPS or 1. EVEN: K is a multiple of SLICES * BLOCK_K.
+    SLICES: WARPS or 1. EVEN: K is a multiple of SLICES * BLOCK_K. CONVERT: E4M3 by the card's own conversion, from sm_89 on.
     """
     R: tl.constexpr = w_row.shape[1]
     N: tl.constexpr = x_row.shape[0]
@@ -89,7 +94,9 @@ def product(
         if KIND == FP8:
             scale = e8m0_float(next_scale) if E8M0 else next_scale
             next_scale = tl.load(scale_row + ahead // 128, mask=ahead < K, other=0)
-            if SLICES > 1:
+            if CONVERT:
+                w = fp8_converted(w, INTERPRET)
+            elif SLICES > 1:
                 w = fp8_values(w, WARPS, R, BLOCK_K, INTERPRET)
                 x = fp8_order(x, SLICES, BLOCK_K, N)
             else:
