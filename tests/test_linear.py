@@ -184,5 +184,7 @@ def test_latent_linear_rejects_what_it_cannot_take():
     weight = Weight(torch.randn(8, 32))
     with pytest.raises(ValueError, match=r"latent_linear: norm must be .* got \[4\] bfloat16 on cpu"):
         latent_linear(torch.randn(2, 32), weight, None, torch.ones(4).bfloat16())
+    with pytest.raises(ValueError, match=r"latent_linear: norm must have at most 8 columns, got 9"):
+        latent_linear(torch.randn(2, 32), weight, None, torch.ones(9))
     with pytest.raises(ValueError, match=r"linear: x must be \[..., 32\], got \[2, 31\] float32 on cpu"):
         latent_linear(torch.randn(2, 31), weight, None, torch.ones(4))

@@ -130,7 +130,7 @@ def latent_linear(
 
     Args:
         x, weight, beside: as `linear_beside` takes them; without the second weight there is no second result.
-        norm: [latent], contiguous, of the type of x.
+        norm: [latent], contiguous, of the type of x; no longer than weight has rows.
 
     Returns:
         [T, out]; [T, beside out] or None; [T, latent] of the type of x.
@@ -140,6 +140,8 @@ def latent_linear(
     """
     together = beside is None or (weight.shape[1:] == beside.shape[1:] and beside.data.dtype == torch.bfloat16)
     expect("latent_linear: norm", norm, ("latent",), (x.dtype,), x.device)
+    if len(norm) > weight.shape[0]:
+        raise ValueError(f"latent_linear: norm must have at most {weight.shape[0]} columns, got {len(norm)}")
     if not together or x.dim() != 2 or x.numel() == 0 or (readable(x) and not torch.compiler.is_compiling()):
         out, wide = (linear(x, weight), None) if beside is None else linear_beside(x, weight, beside)
         return out, wide, _scaled(out, norm)
