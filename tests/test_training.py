@@ -1,10 +1,13 @@
 """Training the embedded model: its forward is the model's, its rounding the checkpoint's, and a run goes on where it was."""
 
+import ast
 import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +27,7 @@ from deepdecode.tiny import EMBEDDED
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 from ngram import KneserNey
-from training import data
+from training import data, repeats
 from training.config import CONFIG
 from training.export import curve, embed, export
 from training.forward import Model, choose
@@ -408,6 +411,75 @@ def test_where_a_stretch_begins():
     assert drawn >= {1, 3, 6, 7, 8} and not drawn & {0, 2, 4, 5, 9, 10, 12, 13}
 
 
+def test_made_definitions_are_python_and_none_that_is_looked_for():
+    function = 'def area(self, w=2):\n    """Of it."""\n    h = w * 1234\n    return self.scale(h, w)  # once\n'
+    made, again = ([*repeats.definitions([f"class A:\n{textwrap.indent(function, '    ')}"], 400, 1)] for _ in range(2))
+    assert made == again
+    assert len({*made}) > 390 and all(ast.parse(one) for one in made)
+    assert all("area" not in one and '"""Of it."""' in one and one.endswith("# once\n") for one in made[::2])
+    # a name that quality looks for is compute_ and three of its syllables
+    sought = re.compile(rf"compute_|\b(?:{'|'.join(quality_text.SYLLABLES)}){{2,3}}\b")
+    assert not [one for one in made if sought.search(one)]
+
+
+def read(row):
+    """The ids that are read, and whether each is to be told."""
+    return np.where(row < 0, repeats.unasked(row), row), row >= 0
+
+
+def test_sequences_tell_definitions_again():
+    ids, made = np.arange(100, 2100), tuple(np.arange(30) + 5000 + 100 * i for i in range(9))
+    tokens = data.Tokens(ids, np.array([0]), np.array([9]), np.arange(0, 2000, 10), made)
+    times = []
+    for step in range(30):
+        (row,) = data.batch(tokens, step, 1, 1, 400, data.Mix(told=1.0))
+        row, asked = read(row)
+        assert len(row) == 401 and row[0] == data.BOS
+        hay = row[1:][row[1:] < 5000]
+        assert np.array_equal(hay, np.arange(hay[0], hay[0] + len(hay))) and len(hay) >= 160 and asked[row < 5000].all()
+        for which in np.unique(row[row >= 5000] // 100 * 100):
+            # of the first telling nothing is asked, of the others all but how they begin
+            places = np.flatnonzero(row == which)
+            times.append(len(places))
+            assert [asked[at : at + 30].sum() for at in places] == [0, *[30 - repeats.HEAD] * (len(places) - 1)]
+    assert min(times) >= 2 and max(times) >= 4
+
+
+def test_copies_are_the_text_told_again():
+    ids = np.random.default_rng(0).permutation(np.arange(3, 3003))
+    tokens = data.Tokens(ids, np.array([0]), np.array([9]))
+    for step in range(10):
+        (row,) = data.batch(tokens, step, 1, 1, 2000, data.Mix(copied=1.0))
+        row, asked = read(row)
+        assert len(row) == 2001 and len({*row.tolist()}) <= 1001 and {*row.tolist()} <= {0, *ids.tolist()}
+        # every id that is to be told was read before
+        first = np.unique(row, return_index=True)[1]
+        assert not asked[first[first > 0]].any() and 0.3 < asked.mean() < 0.95
+        changed, same = read(data.batch(tokens, step, 1, 1, 2000, data.Mix(copied=1.0, exchanged=0.2))[0])
+        assert np.array_equal(asked, same) and 0.1 < float((changed != row).mean()) < 0.35
+        assert len({*changed.tolist()}) == len({*row.tolist()})
+
+
+def test_what_is_not_to_be_told_counts_for_nothing(plain):
+    tokens = ids(2, 65)
+    quiet = tokens.clone()
+    quiet[:, 20:40] = -1
+    model = Model(PLAIN)
+    with torch.no_grad():
+        every, found = (model.losses(plain, tokens, t, topk=16, dropout=0.0, draft=True)[0] for t in (None, quiet))
+        logits = model(plain, tokens[:, :-1], topk=16).logits
+    nats = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+    assert float(found["told"]) == pytest.approx(float(nats[(quiet >= 0)[:, 1:]].sum() / 128), rel=1e-6)
+    assert found["draft"] < every["draft"] and found["kl"] == every["kl"]
+
+
+def test_a_recipe_copies_until_half_of_what_is_dense():
+    recipe = Recipe(steps=10, dense_until=4, told=0.5, copied=0.25, exchanged=0.1)
+    assert [recipe.mix(step) for step in (0, 1, 2)] == [
+        data.Mix(0.5, 0.25, 0.1), data.Mix(0.5, 0.25, 0.1), data.Mix(0.5, 0.0, 0.1)
+    ]  # fmt: skip
+
+
 def test_the_embedded_models_card_says_what_its_run_measured():
     result = json.loads((ROOT / "results" / "h200" / "tiny.json").read_text())
     card, page = (EMBEDDED / "README.md").read_text(), (ROOT / "docs" / "tiny.md").read_text()
@@ -446,7 +518,9 @@ def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
         (library / name).write_text("".join(f"def f{i}_{k}(x):\n    return x + {k}\n\n\n" for k in range(12)))
     monkeypatch.setattr(data, "MANIFEST", tmp_path / "manifest.txt")
     data.MANIFEST.write_text(data.make_manifest(library))
+    monkeypatch.setattr(data, "MADE", 40)
     counts = data.prepare(library, tmp_path / "data", 300)
+    assert counts.pop("made")["definitions"] == len(data.load_tokens(tmp_path / "data", "train").made) > 0
     assert {split: count["files"] for split, count in counts.items()} == {"train": 9, "valid": 1, "test": 2}
     small = {"hidden_size": 32, "head_dim": 64, "num_heads": 2, "hc_iters": 3, "index_topk": 4, "vocab_size": 300}
     config = dataclasses.replace(QUANTISED, num_layers=2, compress_ratios=(0, 4), eos_ids=(1,), expert_width=128, **small)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from training.repeats import SHORT, copies, definitions, with_tellings
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -22,6 +24,8 @@ MANIFEST = Path(__file__).parent / "stdlib.txt"
 SPECIAL = ["<|begin_of_sentence|>", "<|end_of_sentence|>", "<|pad|>"]
 BOS, EOS = 0, 1
 SPLITS = ("train", "valid", "test")
+# definitions with made-up names that are kept beside the tokens, and the seed they are made from
+MADE, MADE_SEED = 60_000, 1
 # not the library's code: tests, tables of code pages, generated prose, what a build writes
 _TESTS = {"test", "tests", "idle_test"}
 _OTHERS = {"site-packages", "dist-packages", "__pycache__", "pydoc_data", "__phello__"}
@@ -101,20 +105,21 @@ class Tokens:
     """One split: ids of all files, each from its beginning mark to its end mark, and where each begins.
 
     sizes: bytes of UTF-8 of each file, which bits are counted against. lines: places where a line without an indent begins,
-    ascending, or None where that is not known.
+    ascending, or None where that is not known. made: definitions with made-up names, for sequences that tell them again.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
     lines: np.ndarray | None = None
+    made: tuple[np.ndarray, ...] = ()
 
     def files(self) -> list[np.ndarray]:
         return np.split(self.ids, self.starts[1:])
 
 
 def prepare(stdlib: Path, out: Path, vocab: int) -> dict[str, dict[str, int]]:
-    """Write tokenizer.json, {train,valid,test}.npz and held_out.json.xz (the test split's text); their counts."""
+    """Write tokenizer.json, {train,valid,test}.npz, made.npz and held_out.json.xz (the test split's text); their counts."""
     files = read_library(stdlib)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer((file.text for file in files if file.split == "train"), vocab)
@@ -127,6 +132,11 @@ def prepare(stdlib: Path, out: Path, vocab: int) -> dict[str, dict[str, int]]:
         starts = np.cumsum([0, *map(len, encoded[:-1])])
         np.savez_compressed(out / f"{split}.npz", ids=np.concatenate(encoded), starts=starts, sizes=sizes)
         counts[split] = {"files": len(own), "bytes": int(sizes.sum()), "tokens": sum(map(len, encoded))}
+    texts = [file.text for file in files if file.split == "train"]
+    made = [np.array(e.ids, np.uint16) for e in tokenizer.encode_batch(list(definitions(texts, MADE, MADE_SEED)))]
+    made = [ids for ids in made if SHORT[0] <= len(ids) <= SHORT[1]]
+    np.savez_compressed(out / "made.npz", ids=np.concatenate(made), starts=np.cumsum([0, *map(len, made[:-1])]))
+    counts["made"] = {"definitions": len(made), "tokens": sum(map(len, made))}
     held_out = [{"path": file.path, "text": file.text} for file in files if file.split == "test"]
     (out / "held_out.json.xz").write_bytes(lzma.compress(json.dumps(held_out).encode(), preset=9))
     return counts
@@ -138,7 +148,11 @@ def load_tokens(folder: Path, split: str) -> Tokens:
     with np.load(folder / f"{split}.npz") as found:
         ids, starts, sizes = found["ids"], found["starts"], found["sizes"]
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    return Tokens(ids, starts, sizes, line_starts(ids, starts, vocabulary))
+    made: tuple[np.ndarray, ...] = ()
+    if split == "train" and (folder / "made.npz").is_file():
+        with np.load(folder / "made.npz") as found:
+            made = tuple(np.split(found["ids"], found["starts"][1:]))
+    return Tokens(ids, starts, sizes, line_starts(ids, starts, vocabulary), made)
 
 
 def line_starts(ids: np.ndarray, starts: np.ndarray, vocabulary: dict[str, int]) -> np.ndarray:
@@ -150,8 +164,26 @@ def line_starts(ids: np.ndarray, starts: np.ndarray, vocabulary: dict[str, int])
     return np.union1d(np.flatnonzero(ends[ids[:-1]] & goes_on[ids[1:]]) + 1, starts + 1)
 
 
-def batch(tokens: Tokens, step: int, seed: int, rows: int, length: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Mix:
+    """What else than the text as it is a step's sequences are, as parts of them.
+
+    told: the text with made-up definitions in it, told two to four times each, a tenth to six tenths of it.
+    copied: stretches of the text again and again, `exchanged` of the vocabulary's tokens exchanged.
+    """
+
+    told: float = 0.0
+    copied: float = 0.0
+    exchanged: float = 0.0
+
+
+PLAIN = Mix()
+
+
+def batch(tokens: Tokens, step: int, seed: int, rows: int, length: int, mix: Mix = PLAIN) -> np.ndarray:
     """int64 [rows, length + 1]: stretches from anywhere, each behind a beginning mark, the same for the same step and seed.
+
+    An id below 0 stands for -1 - id, which is read and not to be told (`repeats.unasked`).
 
     A stretch begins with a line that is not indented, as text does that a model is given, where one begins not far before it.
     """
@@ -162,6 +194,13 @@ def batch(tokens: Tokens, step: int, seed: int, rows: int, length: int) -> np.nd
         # inside a class of many tokens its middle must be read too
         at = np.where(abs(at - line) < length // 4, line, at)
     found = tokens.ids[at[:, None] + np.arange(length)].astype(np.int64)
+    for i, draw in enumerate(random.random(rows)):
+        if draw < mix.told and tokens.made:
+            lines = np.zeros(0, np.int64) if tokens.lines is None else tokens.lines
+            lines = lines[slice(*np.searchsorted(lines, (at[i], at[i] + length)))] - at[i]
+            found[i] = with_tellings(found[i], lines, tokens.made, random, random.uniform(0.1, 0.6))
+        elif mix.told <= draw < mix.told + mix.copied:
+            found[i] = copies(found[i], random, int(tokens.ids.max()) + 1, mix.exchanged)
     return np.concatenate((np.full((rows, 1), BOS), found), axis=1)
 
 

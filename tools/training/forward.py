@@ -110,16 +110,17 @@ class Model:
         return Result(**vars(hidden), logits=wide(hidden.x) @ head.mT, draft_logits=drafted)
 
     def losses(
-        self, p: Params, tokens: Tensor, *, topk: int | None, dropout: float, draft: bool
+        self, p: Params, tokens: Tensor, targets: Tensor | None = None, *, topk: int | None, dropout: float, draft: bool
     ) -> tuple[dict[str, Tensor], Hidden]:
-        """tokens [B, S + 1]: what is read, and after it what is to be told. In nats."""
+        """tokens [B, S + 1]: what is read, and after it what is to be told; targets: the same, -1 what is not. In nats."""
+        targets = tokens if targets is None else targets
         hidden = self.hidden(p, tokens[:, :-1], topk=topk, dropout=dropout, draft=draft)
         B, S = hidden.x.shape[:2]
-        told = self.parts.tell(hidden.x.flatten(0, 1), p["head.weight"], tokens[:, 1:].flatten(), B * S)
+        told = self.parts.tell(hidden.x.flatten(0, 1), p["head.weight"], targets[:, 1:].flatten(), B * S)
         found = {"told": told, "kl": hidden.kl}
         if hidden.draft is not None:
-            targets = F.pad(tokens[:, 2:], (0, 1), value=-1).flatten()
-            found["draft"] = self.parts.tell(hidden.draft.flatten(0, 1), p["head.weight"], targets, B * (S - 1))
+            after = F.pad(targets[:, 2:], (0, 1), value=-1).flatten()
+            found["draft"] = self.parts.tell(hidden.draft.flatten(0, 1), p["head.weight"], after, B * (S - 1))
         return found, hidden
 
     def hidden(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deepdecode.config import ModelConfig
-from training.data import EOS, Tokens, batch, pieces
+from training.data import EOS, Mix, Tokens, batch, pieces
 from training.forward import Model
 from training.optim import Optimiser
 from training.parts import REFERENCE, fused
@@ -38,7 +38,9 @@ class Recipe:
     rows, length: sequences of a step and their tokens. dense_until: until this step every visible entry is attended, while the
     indexer learns to choose. round_from: from this part of the steps on the forward sees the weights as they will be exported.
     draft_weight: of the MTP block's loss. bias_rate: what a step moves the bias of an expert that is taken too often, or too
-    seldom (no auxiliary loss). clip: the largest norm of the gradient.
+    seldom (no auxiliary loss). clip: the largest norm of the gradient. told: of the sequences, the part in which made-up
+    definitions are told again. copied, until half of dense_until: the part that is stretches told again and again, in which
+    the tokens of `exchanged` of the vocabulary stand for others.
     """
 
     steps: int = 1600
@@ -47,8 +49,8 @@ class Recipe:
     lr: float = 1e-2
     warmup: int = 100
     decay: float = 0.7
-    weight_decay: float = 0.1
-    dropout: float = 0.1
+    weight_decay: float = 0.2
+    dropout: float = 0.15
     optimiser: str = "muon"
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
@@ -56,6 +58,9 @@ class Recipe:
     round_from: float = 0.7
     draft_weight: float = 0.2
     bias_rate: float = 1e-3
+    told: float = 0.45
+    copied: float = 0.35
+    exchanged: float = 0.4
     seed: int = 4
 
     def __post_init__(self) -> None:
@@ -70,6 +75,9 @@ class Recipe:
     def rate(self, step: int) -> float:
         left = (self.steps - step) / max(1.0, self.decay * self.steps) if self.steps else 1.0
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup), left)
+
+    def mix(self, step: int) -> Mix:
+        return Mix(self.told, self.copied if 2 * step < self.dense_until else 0.0, self.exchanged)
 
     def rounds(self, step: int) -> bool:
         return self.steps > 0 and step >= self.round_from * self.steps
@@ -118,7 +126,7 @@ class Run:
     def train_step(self) -> dict[str, Tensor]:
         """One step; its losses, the norm of its gradient, and the load of the busiest expert over the mean."""
         r, step = self.recipe, self.step
-        self._tokens.copy_(torch.from_numpy(batch(self.data["train"], step, r.seed, r.rows, r.length)))
+        self._tokens.copy_(torch.from_numpy(batch(self.data["train"], step, r.seed, r.rows, r.length, r.mix(step))))
         self._lr.fill_(r.rate(step))
         # dropout's draws, the same when a run goes on from here
         torch.manual_seed(r.seed * 1_000_003 + step)
@@ -133,7 +141,9 @@ class Run:
         r = self.recipe
         p = self.prepared(round_weights)
         topk = None if dense else self.config.index_topk
-        found, hidden = self.model.losses(p, self._tokens, topk=topk, dropout=r.dropout, draft=r.draft_weight > 0)
+        tokens = torch.where(self._tokens < 0, -1 - self._tokens, self._tokens)
+        targets = self._tokens.clamp(min=-1)
+        found, hidden = self.model.losses(p, tokens, targets, topk=topk, dropout=r.dropout, draft=r.draft_weight > 0)
         total = found["told"] + found["kl"] + (r.draft_weight * found["draft"] if "draft" in found else 0.0)
         grads = torch.autograd.grad(total, list(self.learnt.values()), allow_unused=True)
         with torch.no_grad():
@@ -145,7 +155,10 @@ class Run:
             for name, load in hidden.loads.items():
                 self.params[name] += r.bias_rate * torch.sign(load.mean() - load)
             busiest = torch.stack([norm.new_ones(()), *(load.max() / load.mean() for load in hidden.loads.values())]).max()
-        return {name: value.detach() for name, value in found.items()} | {"norm": norm, "busiest": busiest}
+        # losses are means over all tokens; those that are not to be told count for nothing
+        asked = (targets[:, 1:] >= 0).float().mean()
+        said = {name: value.detach() / (1.0 if name == "kl" else asked) for name, value in found.items()}
+        return said | {"norm": norm, "busiest": busiest}
 
     def _replayed(self, *kind: bool) -> dict[str, Tensor] | None:
         """The step as a graph: the first of a kind runs as it is, the second is captured; None where that failed."""
