@@ -57,14 +57,9 @@ def test_a_weight_beside(kind, convert, slices, T, rows, beside):
     x, weight, want = case(T, 1, rows, 160, kind)
     other, latent = torch.randn(beside, 160), max(1, rows - 3)
     out = torch.empty(T, 1, beside)
-<<<<<<< ours
     scaled = kernel.Scaled(torch.rand(latent), torch.empty(T, latent))
-    config = replace(SMALL, slices=slices, num_warps=max(2, slices))
-    got = run(x, weight, config, beside=kernel.Beside(other, out), scaled=scaled)
-=======
     config = replace(SMALL, slices=slices, num_warps=max(2, slices), convert=convert)
-    got = run(x, weight, config, beside=kernel.Beside(other, out))
->>>>>>> theirs
+    got = run(x, weight, config, beside=kernel.Beside(other, out), scaled=scaled)
     assert worst_row_err(got, want) < FP32_STEP
     assert rel_err(scaled.out, want[:, 0, :latent] * scaled.weight.double()) < FP32_STEP
     assert worst_row_err(out[:, 0], x[:, 0].double() @ other.double().T) < FP32_STEP

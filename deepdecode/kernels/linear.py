@@ -67,14 +67,10 @@ def _tile(
     row = blocks_of(group * OUT + tl.minimum(m, OUT - 1), SLICES, WARPS)
     w_row, scale_row = rows_of(w_ptr, scale_ptr, row, stride_w, stride_scale, KIND)
     x_row = x_ptr + t.to(tl.int64) * stride_xt + group * stride_xg
-<<<<<<< ours
     if LATENT > 0:
         # under way before the rows are
         norm = tl.load(scaled_norm_ptr + m, mask=m < LATENT, other=0.0).to(tl.float32)
-    acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET)
-=======
     acc = product(x_row, t < T, w_row, scale_row, K, KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_K, INTERPRET, CONVERT)
->>>>>>> theirs
     at = out_ptr + (t.to(tl.int64) * stride_ot + group * OUT)[None, :] + m[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m < OUT)[:, None] & (t < T)[None, :])
     if LATENT > 0:
@@ -127,31 +123,19 @@ def linear_kernel(
             _tile(
                 x_ptr, beside_w_ptr, beside_w_ptr, beside_out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, beside_OUT, K,
                 stride_xt, stride_xg, stride_beside_w, 0, beside_OUT,
-<<<<<<< ours
-                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, 0, INTERPRET,
-=======
-                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
->>>>>>> theirs
+                PLAIN, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, 0, INTERPRET, CONVERT,
             )  # fmt: skip
         else:
             _tile(
                 x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile - beside_tiles, T, OUT, K,
                 stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-<<<<<<< ours
-                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
-=======
-                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
->>>>>>> theirs
+                KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET, CONVERT,
             )  # fmt: skip
     else:
         _tile(
             x_ptr, w_ptr, scale_ptr, out_ptr, scaled_norm_ptr, scaled_ptr, tile, T, OUT, K,
             stride_xt, stride_xg, stride_w, stride_scale, stride_ot,
-<<<<<<< ours
-            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET,
-=======
-            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, INTERPRET, CONVERT,
->>>>>>> theirs
+            KIND, E8M0, EVEN, SLICES, WARPS, BLOCK_M, BLOCK_T, BLOCK_K, LATENT, INTERPRET, CONVERT,
         )  # fmt: skip
 
 
