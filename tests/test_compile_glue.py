@@ -156,13 +156,18 @@ def step(arch):
     return kernel.step_index_kernel, types, constants, 4
 
 
-def sample(arch):
+def sample(arch, name, logits="fp32"):
     from deepdecode.kernels import sample as kernel
 
-    types = pointers(logits="fp32", temperature="fp64", top_p="fp64", seeds="i64", positions="i64", out="i64")
-    types |= ints("V stride_t", "i32:16")
-    large, block, warps = kernel.plan(129280, arch)
-    return kernel.sample_kernel, types, {"LARGE": large, "BLOCK": block, "PDL": arch >= 90}, warps
+    chunk, _, warps = kernel.plan(1, 129280)
+    function = getattr(kernel, f"sample_{name}_kernel")
+    kinds = {"logits": logits, "temperature": "fp64", "top_p": "fp64", "seeds": "i64", "positions": "i64", "out": "i64"}
+    kinds |= {"peaks": "i64", "totals": "fp32", "sums": "fp32", "listed": "i32", "ids": "i32"}
+    types = {key: kind for key, kind in pointers(**kinds).items() if key in function.arg_names}
+    types |= ints("V stride_t", "i32:16") | (ints("chunks") if name != "peak" else {})
+    known = {"CHUNK": chunk, "BLOCK_S": 32, "LISTED": kernel.LISTED, "LANES": 2048, "PDL": arch >= 90}
+    constants = {key: value for key, value in known.items() if key in function.arg_names}
+    return function, types, constants, warps
 
 
 CASES = {
@@ -190,7 +195,11 @@ CASES = {
     "embed": (embed, {}),
     "rope": (rope, {}),
     "step": (step, {}),
-    "sample": (sample, {}),
+    "sample_peak": (sample, {"name": "peak"}),
+    "sample_cells": (sample, {"name": "cells"}),
+    "sample_cells-bf16": (sample, {"name": "cells", "logits": "bf16"}),
+    "sample_list": (sample, {"name": "list"}),
+    "sample_draw": (sample, {"name": "draw"}),
 }
 
 

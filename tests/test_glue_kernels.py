@@ -161,6 +161,30 @@ def test_draws_are_the_references(top_p, temperature, device):
     assert (draw(logits, *args) != sample_ref(logits.double(), *args)).sum() <= T // 64
 
 
+@pytest.mark.parametrize("listed", [8, 16384])
+def test_a_nucleus_may_end_anywhere(listed, device, monkeypatch):
+    """Among ids that a list holds or not, of both signs, equal or all but equal; and with no room left by rounding."""
+    V = 200
+    monkeypatch.setattr(sample_kernel, "LISTED", listed)
+    monkeypatch.setattr(sample_kernel, "plan", lambda T, V: (64, 2, 2))
+    logits = torch.stack([0.01 * torch.randn(V), 3 * torch.randn(V).round(), torch.full((V,), 0.5), 4 * torch.randn(V)])
+    top_p = torch.tensor([0.6, 0.8, 0.7, 1 - 1e-16], dtype=torch.float64, device=device)
+    ids = torch.arange(4, device=device)
+    args = (logits.to(device), rows(1.0, 4, device), top_p, ids, ids)
+    assert draw(*args).tolist() == sample_ref(args[0].double(), *args[1:]).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_logits_without_a_largest_give_a_token(device):
+    logits = torch.full((3, 40), float("-inf"), device=device)
+    logits[1, 7], logits[2] = float("inf"), float("nan")
+    seeds = torch.arange(3, device=device)
+    for temperature in (-1.0, 0.0, 1.0):
+        for top_p in (-1.0, 0.0, 0.5, 1.0, float("nan")):
+            found = draw(logits, rows(temperature, 3, device), rows(top_p, 3, device), seeds, seeds)
+            assert ((found >= 0) & (found < 40)).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_draws_follow_the_probabilities():

@@ -248,7 +248,7 @@ def head(
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """See `ops.sample.sample`. One launch; a drawn token differs only within float32's rounding of a boundary."""
+    """See `ops.sample.sample`. Four launches; a drawn token differs only within float32's rounding of a boundary."""
     if use_kernel(logits) and len(logits) and logits.stride(1) == 1:
         from deepdecode.kernels import sample as kernel
 
