@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from deepdecode.checkpoint import load_model, open_checkpoint, seeded_tensors, write_checkpoint
 from deepdecode.quality import text as quality_text
+from deepdecode.quality.choices import BASE
+from deepdecode.quality.measure import find
 from deepdecode.runner import Runner
 from deepdecode.testing.numeric import rel_err, same_bits, worst_row_err
 from deepdecode.text import Text
@@ -502,6 +504,15 @@ def test_the_embedded_model_keeps_to_its_goals():
         size += piece.size
     assert bits / size < 0.9 * 1.571
     assert sum(map(parses, PROMPTS, complete(EMBEDDED, 64))) >= 15
+
+
+@pytest.mark.slow
+def test_the_embedded_model_finds_what_was_told_far_back():
+    """By its indexer's choice, and not by as many entries chosen blindly."""
+    weights, text = load_model(EMBEDDED, dtype=torch.float32), Text(EMBEDDED, CONFIG.bos_id)
+    sought = quality_text.needles(text, quality_text.held_out([]), 1024, 3, seed=5)
+    chosen, blind = (find(weights, BASE, sought, seed) for seed in (None, 0))
+    assert chosen["tokens_right"] > 0.9 > 0.8 > blind["tokens_right"] and chosen["whole_right"] > blind["whole_right"]
 
 
 def test_from_a_library_to_a_checkpoint_that_writes(tmp_path, monkeypatch):
