@@ -312,19 +312,23 @@ def glue() -> str:
     return "\n".join([*lines, "", _source(result, "glue")])
 
 
-def moe() -> str:
-    """The experts of a layer."""
-    result = _result("moe")
+def moe(file: str = "moe") -> str:
+    """The experts of a layer; the rivals' columns only where the file has any."""
+    result = _result(file)
     names = list(dict.fromkeys(row["implementation"] for row in result["rows"]))
-    lines = _head("rank", "T", "floor", "times it", *names, "error", f"of {names[1]}")
+    judged = names[:2]
+    lines = _head("rank", "T", "floor", "times it", *names, "error", *(f"of {name}" for name in judged[1:]))
     for (rank, T), found in sorted(_by(result, "rank", "T").items()):
         ours = found["deepdecode"]
-        errors = [f"{row['rel_err']:.1e}" for row in (ours, *(found[name] for name in names[1:2] if name in found))]
+        errors = [f"{found[name]['rel_err']:.1e}" if name in found else "" for name in judged]
         floors = f"{_us(ours) / ours['floor_us']:.2f}x"
-        lines.append(
-            _row(rank, T, f"{ours['floor_us']:.0f}", floors, *_times(found, names), *errors, *[""] * (2 - len(errors)))
-        )
-    return "\n".join([*lines, "", _source(result, "moe")])
+        lines.append(_row(rank, T, f"{ours['floor_us']:.0f}", floors, *_times(found, names), *errors))
+    return "\n".join([*lines, "", _source(result, file)])
+
+
+def moe_rivals() -> str:
+    """The run that came to the rivals of the experts."""
+    return moe("moe-ab2a8b2")
 
 
 def _result(name: str) -> dict:
@@ -384,7 +388,7 @@ PAGES = {
     ROOT / "docs" / "quality.md": {"quality": quality},
     ROOT / "docs" / "linear.md": {"linear": linear, "mixing": mixing, "glue": glue},
     ROOT / "docs" / "indexer.md": {"indexer": indexer},
-    ROOT / "docs" / "moe.md": {"moe": moe},
+    ROOT / "docs" / "moe.md": {"moe": moe, "moe rivals": moe_rivals},
 }
 
 
