@@ -66,6 +66,7 @@ def test_the_slow_rival_comes_last(dry, tmp_path):
     slow = names.index(bench.SLOW)
     assert set(names[slow:]) == {bench.SLOW} and len(names[slow:]) == 4
     assert names[:slow] == ["deepdecode"] * 4 + ["grouped_mm, bfloat16 copy"] * 4
+    assert [(cell.keys["rank"], cell.keys["T"]) for cell in cells_of[:3]] == [("tp8", 1), ("tp8", 9), ("ep8", 1)]
     assert {cell.limit_s for cell in cells_of[slow:]} == {0.01}
     assert dry("--peers") == 0
     assert [row["implementation"] for row in rows_of(tmp_path)] == names
