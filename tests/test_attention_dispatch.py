@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from deepdecode.ops import _check, attention
-from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_ref, workspace_bytes
+from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_ref, sparse_attn_turned, workspace_bytes
+from deepdecode.ops.rope import rope
 from deepdecode.ops.rows import PagedRows
 from deepdecode.testing.inputs import AttentionInputs, attention_inputs
 from deepdecode.testing.numeric import rel_err, worst_row_err
@@ -162,3 +163,19 @@ def test_the_workspace_that_is_asked_for_is_the_one_that_is_used(on, T, H, keys,
     for begin, size in ((128, need - 1), (120, need)):
         with pytest.raises(ValueError, match=f"workspace must be at least {need} bytes from a multiple of 16, got {size} at"):
             call(space[begin : begin + size])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("extra_keys", [0, 100])
+def test_out_is_turned_back_by_a_kernel_or_the_reference(on, extra_keys, dtype, caplog):
+    """In one piece and split; the kernels take float32 frequencies only."""
+    on(OLDER[0])
+    inputs = attention_inputs(2, 8, 16, extra_keys, rows=70, dtype=torch.float32)
+    positions, freqs = torch.tensor([9, -70000], dtype=torch.int32), torch.rand(32).to(dtype)
+    got = sparse_attn_turned(*inputs.args(), sink=inputs.sink, scale=inputs.scale, positions=positions, freqs=freqs)
+    q, *rest = inputs.args()
+    want = rope(
+        sparse_attn_ref(q.double(), *rest, sink=double_sink(inputs), scale=inputs.scale)[0], positions, freqs, inverse=True
+    )
+    assert rel_err(got, want) < MAX_ERR
+    assert ("freqs must be float32, got torch.float64" in caplog.text) == (dtype is torch.float64)

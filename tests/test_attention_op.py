@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepdecode.ops import _check, attention
-from deepdecode.ops.attention import sparse_attn_decode
+from deepdecode.ops.attention import sparse_attn_decode, sparse_attn_turned
+from deepdecode.ops.rope import rope
 from deepdecode.testing.inputs import AttentionInputs, attention_inputs
 from deepdecode.testing.numeric import same_bits
 
@@ -38,6 +39,19 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(inputs.q), step(inputs.q), strict=True):
         assert same_bits(got, want)
+
+
+def test_turned_back_is_the_attention_and_then_the_rotation():
+    """A kernel reads positions and frequencies one after another, so others are refused, here too."""
+    inputs = attention_inputs(3, 4, 8, 12, rows=64, dtype=torch.float64)
+    positions, freqs = torch.tensor([7, -1, 1 << 30], dtype=torch.int32), torch.rand(32)
+    given = {"sink": inputs.sink, "scale": inputs.scale}
+    want = rope(sparse_attn_decode(*inputs.args(), **given), positions, freqs, inverse=True)
+    assert same_bits(sparse_attn_turned(*inputs.args(), **given, positions=positions, freqs=freqs), want)
+    with pytest.raises(ValueError, match=r"sparse_attn_turned: positions must be contiguous, got strides \[2\]"):
+        sparse_attn_turned(*inputs.args(), **given, positions=positions.repeat_interleave(2)[::2], freqs=freqs)
+    with pytest.raises(ValueError, match=r"sparse_attn_turned: freqs must be contiguous, got strides \[0\]"):
+        sparse_attn_turned(*inputs.args(), **given, positions=positions, freqs=freqs[:1].expand(32))
 
 
 class Refusing:

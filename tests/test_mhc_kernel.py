@@ -137,7 +137,13 @@ def test_nan_stays_in_its_token():
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"streams": "float32"}, "float32"), ({"fn": "bfloat16"}, "bfloat16"), ({"C": 100}, "100"), ({"T": 2**21}, "2097152")],
+    [
+        ({"streams": "float32"}, "float32"),
+        ({"fn": "bfloat16"}, "bfloat16"),
+        ({"C": 100}, "100"),
+        ({"T": 2**21}, "2097152"),
+        ({"hc_eps": 1e-20}, "1e-20"),
+    ],
 )
 def test_supports_says_why_not(change, reason):
     base = {"T": 1, "C": 4096, "streams": "bfloat16", "fn": "float32"}

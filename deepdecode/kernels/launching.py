@@ -53,6 +53,8 @@ def attend(
     turn = None if positions is None or freqs is None else Turn(positions, freqs)
     if reason is None and turn is not None:
         reason = rope.supports(*q.shape[::2], 2 * len(turn.freqs), case.dtype)
+        if turn.freqs.dtype != torch.float32:
+            reason = f"freqs must be float32, got {turn.freqs.dtype}"
     if reason:
         return reason
     config = plan(case, card)

@@ -49,12 +49,15 @@ def plan(C: int, arch: int, T: int = 5) -> Config:
     return Config(block_c, block_t, mix_warps, read_warps=4 if C <= 4096 else 8, pdl=arch >= 90)
 
 
-def supports(T: int, C: int, streams: str, fn: str) -> str | None:
+def supports(T: int, C: int, streams: str, fn: str, hc_eps: float = 1e-6) -> str | None:
     """Why no kernel runs; None if one does. streams, fn: their dtypes by name."""
     if streams != "bfloat16" or fn != "float32":
         return f"streams and fn must be bfloat16 and float32, got {streams} and {fn}"
     if C % 32 or C > 8192:
         return f"C must be a multiple of 32 up to 8192, got {C}"
+    if hc_eps < 1e-12:
+        # shares smaller than this leave float32 where three sums of them are multiplied
+        return f"hc_eps must be at least 1e-12, got {hc_eps}"
     if T > 65535 * 8:
         return f"T must be at most {65535 * 8}, got {T}"
     return None

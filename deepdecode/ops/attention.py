@@ -157,12 +157,15 @@ def sparse_attn_turned(
     positions: Tensor,
     freqs: Tensor,
 ) -> Tensor:
-    """`sparse_attn_decode` and then `rope` with inverse=True, rounded once; where keys are split, in no launch more.
+    """`sparse_attn_decode` and then `rope` with inverse=True; where keys are split, in no launch more and rounded once.
 
-    positions, freqs: contiguous, as `rope` takes them. Other arguments and errors as those two have them.
+    positions, freqs: contiguous, else as `rope` takes them. Other arguments and errors as those two have them.
     """
     args = (q, window, window_indices, window_lens, extra, extra_indices, extra_lens)
     expect_turn("sparse_attn_turned", q, positions, freqs)
+    for name, tensor in (("positions", positions), ("freqs", freqs)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"sparse_attn_turned: {name} must be contiguous, got strides {list(tensor.stride())}")
     return _sparse_attn("sparse_attn_turned", *args, sink, scale, None, False, None, False, positions, freqs)
 
 

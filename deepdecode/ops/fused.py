@@ -101,7 +101,7 @@ def _boundary(
     from deepdecode.kernels import mhc as kernel
 
     T, _, C = streams.shape
-    reason = kernel.supports(T, C, _dtype(streams), _dtype(site.fn))
+    reason = kernel.supports(T, C, _dtype(streams), _dtype(site.fn), config.hc_eps)
     if not all(t is None or t.is_contiguous() for t in (y, streams, post, comb)):
         reason = "every tensor must be contiguous"
     if not _runs(op, streams, f"streams {list(streams.shape)}", reason):

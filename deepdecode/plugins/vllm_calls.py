@@ -156,8 +156,12 @@ def _launch_boundary(
 
     (fn, scale, base), (weight, norm_eps) = site, norm
     T, width, C = streams.shape
-    names = (str(t.dtype).removeprefix("torch.") for t in (streams, fn))
-    reason = kernel.supports(T, C, *names) or (width != mhc.STREAMS and f"{width} streams") or (not T and "no token")
+    dtype, fn_dtype = (str(t.dtype).removeprefix("torch.") for t in (streams, fn))
+    reason = (
+        kernel.supports(T, C, dtype, fn_dtype, hc_eps)
+        or (width != mhc.STREAMS and f"{width} streams")
+        or (not T and "no token")
+    )
     reason = reason or (arch(streams) < 80 and f"sm_{arch(streams)}")
     if not all(t is None or t.is_contiguous() for t in (y, streams, post, comb, fn, base, scale, weight)):
         reason = "every tensor must be contiguous"
