@@ -199,6 +199,12 @@ def test_draws_follow_the_probabilities():
     assert (share - want).abs().max() < 4 * (0.25 / T) ** 0.5
 
 
+def test_which_logits_the_sampler_takes():
+    assert sample_kernel.supports("float32", 129280) is None
+    assert sample_kernel.supports("float64", 8) == "logits must be float32 or bfloat16, got float64"
+    assert sample_kernel.supports("bfloat16", 1 << 21) == "V must be less than 2097152, got 2097152"
+
+
 def test_rows_do_not_see_each_other(device):
     T, V = 3, 100
     logits = torch.randn(T, V, device=device)

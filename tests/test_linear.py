@@ -188,3 +188,6 @@ def test_latent_linear_rejects_what_it_cannot_take():
         latent_linear(torch.randn(2, 32), weight, None, torch.ones(9))
     with pytest.raises(ValueError, match=r"linear: x must be \[..., 32\], got \[2, 31\] float32 on cpu"):
         latent_linear(torch.randn(2, 31), weight, None, torch.ones(4))
+    for shape in ((32,), (2, 3, 32)):
+        with pytest.raises(ValueError, match=r"latent_linear: x must be \[T, 32\], got "):
+            latent_linear(torch.randn(shape), weight, None, torch.ones(4))

@@ -21,9 +21,12 @@ LAST = tl.constexpr(255)
 LISTED = 16384
 
 
-def supports(dtype: str) -> str | None:
-    """Why no kernel runs; None if one does. dtype: of the logits."""
-    return f"logits must be float32 or bfloat16, got {dtype}" if dtype not in ("float32", "bfloat16") else None
+def supports(dtype: str, V: int) -> str | None:
+    """Why no kernel runs; None if one does. dtype: of the logits [T, V]."""
+    if dtype not in ("float32", "bfloat16"):
+        return f"logits must be float32 or bfloat16, got {dtype}"
+    # three counts of a row's tokens stand in one number
+    return f"V must be less than {1 << 21}, got {V}" if V >= 1 << 21 else None
 
 
 def plan(T: int, V: int) -> tuple[int, int, int]:

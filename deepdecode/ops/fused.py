@@ -252,7 +252,7 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, seeds: Tensor, po
     if use_kernel(logits) and len(logits) and logits.stride(1) == 1:
         from deepdecode.kernels import sample as kernel
 
-        if _runs("sample", logits, f"logits {list(logits.shape)}", kernel.supports(_dtype(logits))):
+        if _runs("sample", logits, f"logits {list(logits.shape)}", kernel.supports(_dtype(logits), logits.shape[1])):
             # one value expanded to all rows is a row's too
             rows = (t.contiguous() for t in (temperature, top_p, seeds, positions))
             return launches.sample(logits, *rows)

@@ -138,11 +138,13 @@ def latent_linear(
     Raises:
         ValueError: an argument has another shape, dtype or device.
     """
+    if x.dim() != 2:
+        raise ValueError(f"latent_linear: x must be [T, {weight.shape[1]}], got {describe(x)}")
     together = beside is None or (weight.shape[1:] == beside.shape[1:] and beside.data.dtype == torch.bfloat16)
     expect("latent_linear: norm", norm, ("latent",), (x.dtype,), x.device)
     if len(norm) > weight.shape[0]:
         raise ValueError(f"latent_linear: norm must have at most {weight.shape[0]} columns, got {len(norm)}")
-    if not together or x.dim() != 2 or x.numel() == 0 or (readable(x) and not torch.compiler.is_compiling()):
+    if not together or x.numel() == 0 or (readable(x) and not torch.compiler.is_compiling()):
         out, wide = (linear(x, weight), None) if beside is None else linear_beside(x, weight, beside)
         return out, wide, _scaled(out, norm)
     _prepare("latent_linear", x, weight, None)
