@@ -1,11 +1,11 @@
 """From a decode step's projections to what its attention reads and its caches keep, in one launch.
 
 Program (role, t) does one of these for token t:
-    a block of query heads: norm over the head, RoPE
+    a block of query heads: what is left of the latent's norm, norm over the head, RoPE
     the window row: norm, RoPE, FP8, into the ring
     the compressor: into its state, and where the token completes an entry: pool, norm, RoPE, FP8, into the cache
     the indexer's compressor: the same, and Hadamard
-    16 heads of the indexer's query: RoPE, Hadamard, FP8, its scale folded into the head weights
+    16 heads of the indexer's query: what is left of that norm, RoPE, Hadamard, FP8, its scale folded into the head weights
 The roles share nothing, so each is as long as its own chain; the compressors come first, since theirs is the longest.
 Values are rounded where the fine ops round them: to the activations' type after each norm, rotation and Hadamard.
 """

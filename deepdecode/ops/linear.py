@@ -126,7 +126,7 @@ def linear_beside(x: torch.Tensor, weight: Weight, beside: Weight) -> tuple[torc
 def latent_linear(
     x: torch.Tensor, weight: Weight, beside: Weight | None, norm: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`linear`, or `linear_beside`, and the first columns of linear(x, weight) times norm, rounded once: in the same launch.
+    """`linear`, or `linear_beside`, and the first columns of linear(x, weight) times norm: in the same launch.
 
     Args:
         x, weight, beside: as `linear_beside` takes them; without the second weight there is no second result.

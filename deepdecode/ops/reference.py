@@ -82,7 +82,10 @@ def attn_in(x: Tensor, weights: AttnWeights, config: ModelConfig, ratio: int) ->
 
 
 def q_proj(inputs: AttnInputs, weights: AttnWeights, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-    """[T, q_lora] -> q [T, H, D] and the indexer query [T, index heads, 128] or None; neither normed nor rotated."""
+    """The latent [T, q_lora] -> q [T, H, D] and the indexer query [T, index heads, 128] or None; neither normed nor rotated.
+
+    Of inputs with q_scaled both are short of the latent's inverse root mean square, see `latent_unit`.
+    """
     latent = inputs.q_scaled
     if latent is None:
         latent = rms_norm(inputs.q_latent, weights.q_norm, config.norm_eps)
